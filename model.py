@@ -1,0 +1,349 @@
+"""The whole model: a Pre-Norm decoder whose sublayers read depth through Block AttnRes or RD-AttnRes.
+
+Papers: Block Attention Residuals (Block AttnRes, arXiv:2603.15031), Role-Decoupled Attention Residuals (RD-AttnRes,
+arXiv:2608.01075). Trunk: RMSNorm, RoPE, causal attention, SwiGLU, no biases, no dropout, head tied to the embedding.
+
+Shapes:  B batch   T tokens   D width   L layers   H hidden width of the MLP   K depth sources of a read   V padded vocabulary
+
+In the code                     In the equations
+sublayer i = 0 .. 2L-1          attention where i is even, MLP where i is odd
+finished  [b_0, ..., b_{n-1}]   b_0 the token embedding; b_n, n >= 1, the sum of the outputs of the sublayers in block n
+running   p                     the sum of the outputs so far in the current block; None before its first
+sources   s_1 .. s_K            finished, and running where there is one: what a sublayer may read
+query     w   (D,)              a depth route's learned query, zero at the start: its mixture is then uniform
+gain      g   (D,)              key_norm.weight: one a read, shared by its routes
+alphas    alpha  (K, B, T)      softmax over the sources, for each token
+mixture   h   (B, T, D)         sum_k alpha_k s_k
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+# ---- variants: one entry each ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How the attention sublayers read depth. `groups` partitions the roles q, k, v in order; a group has one route."""
+
+    groups: tuple[str, ...] = ("qkv",)
+    routed: bool = True  # False: no reads at all, x <- x + f(RMSNorm(x))
+    tied: bool = False  # every group uses the first one's query
+    averaged: bool = False  # every group's mixture is replaced by the mean of all
+    frozen: bool = False  # the queries after the first stay zero: uniform mixtures
+
+
+VARIANTS = {
+    "prenorm": Variant(routed=False),  # the standard residual stream
+    "block": Variant(),  # the parent, Block AttnRes; with n_blocks = 2 n_layer it is Full AttnRes
+    "rd": Variant(("qk", "v")),  # RD-AttnRes: the values have a depth route of their own
+    "tied": Variant(("qk", "v"), tied=True),  # control: the parent exactly
+    "average": Variant(("qk", "v"), averaged=True),  # control: two routes executed, one input
+    "frozen_v": Variant(("qk", "v"), frozen=True),  # control: a uniform value route
+    "q_kv": Variant(("q", "kv")),  # beyond the paper: is it the values that want their own depth?
+    "q_k_v": Variant(("q", "k", "v")),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes and variant. Raises ValueError for sizes that do not fit together."""
+
+    vocab_size: int = 50257  # GPT-2 BPE
+    n_layer: int = 16
+    n_head: int = 9
+    d_model: int = 576
+    d_mlp: int = 2528
+    context: int = 1024
+    n_blocks: int = 8
+    variant: str = "rd"
+    norm_eps: float = 1e-8  # mixtures are small at initialisation: 1e-6 would already set block apart from prenorm
+    rope_theta: float = 10000.0
+    init_std: float = 0.02
+
+    def __post_init__(self):
+        for name in ("vocab_size", "n_layer", "n_head", "d_model", "d_mlp", "context", "n_blocks"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)} must be at least 1")
+        if self.variant not in VARIANTS:
+            raise ValueError(f"variant {self.variant!r} is none of {', '.join(VARIANTS)}")
+        if self.d_model % (2 * self.n_head):
+            raise ValueError(f"d_model = {self.d_model} must be n_head = {self.n_head} heads of an even width (RoPE turns pairs)")
+        if 2 * self.n_layer % self.n_blocks:
+            raise ValueError(f"n_blocks = {self.n_blocks} must divide the 2 n_layer = {2 * self.n_layer} sublayers")
+
+    @property
+    def padded_vocab(self):
+        """Rows of the embedding and of the logits: the next multiple of 64. The padding stays in the loss, as in nanoGPT."""
+        return -(-self.vocab_size // 64) * 64
+
+    @property
+    def block_size(self):
+        """S, consecutive sublayers a block."""
+        return 2 * self.n_layer // self.n_blocks
+
+
+# ---- depth reads -----------------------------------------------------------------------------------------------------
+
+
+def wide(x):
+    """`x` in float32 at least: norms, softmax and mixtures are never computed in half precision."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class RMSNorm(nn.Module):
+    """y = g * x / sqrt(mean(x^2) + eps), over the last dimension; computed in float32 at least, returned in x's dtype."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.eps = config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.d_model))
+
+    def forward(self, x):
+        x_wide = wide(x)
+        return (x_wide * inverse_rms(x_wide, self.eps) * self.weight).to(x.dtype)
+
+
+def inverse_rms(x, eps):
+    return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+
+
+class DepthRead(nn.Module):
+    """One learned softmax mixture of the depth sources a group (Block AttnRes; RD-AttnRes gives the values a second one):
+
+        l_k = w . (g * s_k / rms(s_k))      alpha = softmax over k of l      h = sum_k alpha_k s_k
+
+    There is no 1/sqrt(D), and the sources themselves are not normalised. The sources stay a list: stacking them would write
+    and read K more (B, T, D) tensors, and the reads are bound by memory.
+    """
+
+    def __init__(self, config, groups=("all",)):
+        super().__init__()
+        variant = VARIANTS[config.variant]
+        self.averaged = variant.averaged
+        self.key_norm = RMSNorm(config)  # holds the key gain
+        self.queries = []  # names; a group that is tied shares the first one's
+        for group in groups:
+            first = group == groups[0]
+            self.queries.append("query" if first or variant.tied else f"query_{group}")
+            query = nn.Parameter(torch.zeros(config.d_model), requires_grad=first or not variant.frozen)
+            if self.queries[-1] not in self._parameters:
+                self.register_parameter(self.queries[-1], query)
+
+    def forward(self, sources):
+        """K sources (B, T, D) -> a list of mixtures (B, T, D) and a list of alphas (K, B, T), one a group."""
+        gain = wide(self.key_norm.weight)
+        sources_wide = [wide(s) for s in sources]
+        inverses = [inverse_rms(s, self.key_norm.eps) for s in sources_wide]
+        mixtures, alphas = [], []
+        for name in self.queries:
+            direction = gain * wide(getattr(self, name))
+            # a product and a sum, not a matmul: autocast would run that in bf16, and the compiler could not fuse it
+            logits_KBT = torch.stack([(s * r * direction).sum(-1) for s, r in zip(sources_wide, inverses)])
+            alpha_KBT = logits_KBT.softmax(0)
+            mixture = sum(alpha[..., None] * s for alpha, s in zip(alpha_KBT, sources_wide))
+            mixtures.append(mixture.to(sources[0].dtype))
+            alphas.append(alpha_KBT)
+        if self.averaged and len(mixtures) > 1:
+            mixtures = [sum(mixtures) / len(mixtures)] * len(mixtures)
+        return mixtures, alphas
+
+
+class StreamRead(nn.Module):
+    """What prenorm has in place of a depth read: its one source, the residual stream."""
+
+    def forward(self, sources):
+        return sources, []
+
+
+# ---- sublayers -------------------------------------------------------------------------------------------------------
+
+
+def rope_angles(start, length, config, like):
+    """cos, sin (length, head_dim / 2) for positions start .. start + length - 1; f_j = theta^(-2j / head_dim)."""
+    head_dim = config.d_model // config.n_head
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    frequencies = config.rope_theta ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=dtype) / head_dim)
+    angles = torch.arange(start, start + length, device=like.device, dtype=dtype)[:, None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def rotate(x, rope):
+    """RoPE on halves: (a, b) -> (a cos - b sin, b cos + a sin). x (B, heads, T, head_dim)."""
+    cos, sin = rope
+    a, b = wide(x).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention whose roles may read different inputs: Q, K, V are projected from the x of their group."""
+
+    def __init__(self, config):
+        super().__init__()
+        D = config.d_model
+        self.n_head = config.n_head
+        self.rows = [len(group) * D for group in VARIANTS[config.variant].groups]  # of qkv.weight, a group
+        self.qkv = nn.Linear(D, 3 * D, bias=False)  # rows: q, k, v; within a role, heads are contiguous
+        self.out = nn.Linear(D, D, bias=False)
+
+    def forward(self, inputs, rope, cache=None):
+        """inputs: one (B, T, D) a group. cache: a dict that holds this layer's past keys and values, for generation."""
+        B, T, D = inputs[0].shape
+        weights = self.qkv.weight.split(self.rows)
+        roles = [role for x, weight in zip(inputs, weights) for role in F.linear(x, weight).split(D, -1)]
+        q, k, v = (role.view(B, T, self.n_head, -1).transpose(1, 2) for role in roles)
+        q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            if cache:
+                k, v = torch.cat([cache["k"], k], 2), torch.cat([cache["v"], v], 2)
+            cache["k"], cache["v"] = k, v
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)  # T = 1 with a past: that token sees all of it
+        return self.out(y.transpose(1, 2).reshape(B, T, D))
+
+
+class MLP(nn.Module):
+    """SwiGLU: down(silu(gate) * up)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate_up = nn.Linear(config.d_model, 2 * config.d_mlp, bias=False)  # rows: gate, up
+        self.down = nn.Linear(config.d_mlp, config.d_model, bias=False)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Layer(nn.Module):
+    """Two sublayers, each of which reads depth, normalises and computes. The caller writes their outputs back."""
+
+    def __init__(self, config):
+        super().__init__()
+        variant = VARIANTS[config.variant]
+        self.attn_read = DepthRead(config, variant.groups) if variant.routed else StreamRead()
+        self.attn_norm = RMSNorm(config)  # one gain for all groups
+        self.attn = Attention(config)
+        self.mlp_read = DepthRead(config) if variant.routed else StreamRead()
+        self.mlp_norm = RMSNorm(config)
+        self.mlp = MLP(config)
+
+    def attend(self, sources, rope, cache):
+        mixtures, alphas = self.attn_read(sources)
+        return self.attn([self.attn_norm(h) for h in mixtures], rope, cache), alphas
+
+    def transform(self, sources):
+        (mixture,), alphas = self.mlp_read(sources)
+        return self.mlp(self.mlp_norm(mixture)), alphas
+
+
+# ---- the model -------------------------------------------------------------------------------------------------------
+
+
+class GPT(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.variant = VARIANTS[config.variant]
+        self.tok_emb = nn.Embedding(config.padded_vocab, config.d_model)  # also the output head
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
+        self.final_read = DepthRead(config) if self.variant.routed else StreamRead()
+        self.final_norm = RMSNorm(config)
+        self.init_weights()
+
+    @torch.no_grad()
+    def init_weights(self):
+        """Matrices from N(0, init_std), those that write into the sum divided by sqrt(2L); queries 0, gains 1.
+
+        Only matrices draw from the global generator, and every variant has the same ones in the same order: after the same
+        seed, the parameters that two variants share are bitwise equal.
+        """
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 2:
+                writes = name.endswith(("attn.out.weight", "mlp.down.weight"))
+                parameter.normal_(0.0, self.config.init_std / (math.sqrt(2 * self.config.n_layer) if writes else 1.0))
+
+    def states(self, idx, caches=None, start=0, trace=None):
+        """Token ids (B, T) at positions start .. start + T - 1 -> final normalised states (B, T, D).
+
+        caches: one dict a layer, filled and used by generation. trace: a list that collects each layer's alphas by group.
+        """
+        if start + idx.shape[1] > self.config.context:
+            raise ValueError(f"{start + idx.shape[1]} tokens are more than the context of {self.config.context}")
+        embedding = self.tok_emb(idx)
+        if torch.is_autocast_enabled(idx.device.type):
+            embedding = embedding.to(torch.get_autocast_dtype(idx.device.type))  # sources in bf16: half the bytes of a read
+        rope = rope_angles(start, idx.shape[1], self.config, self.tok_emb.weight)
+        finished, running = ([embedding], None) if self.variant.routed else ([], embedding)
+
+        def sources():
+            return finished if running is None else [*finished, running]
+
+        def write(output, sublayer):
+            """p <- p + output; a block that is complete moves to the finished ones, and p starts anew."""
+            nonlocal finished, running
+            running = output if running is None else running + output
+            if self.variant.routed and (sublayer + 1) % self.config.block_size == 0:
+                finished, running = [*finished, running], None
+
+        for l, layer in enumerate(self.layers):
+            output, attn_alphas = layer.attend(sources(), rope, caches and caches[l])
+            write(output, 2 * l)
+            output, mlp_alphas = layer.transform(sources())
+            write(output, 2 * l + 1)
+            if trace is not None:
+                trace.append(dict(zip((*self.variant.groups, "mlp"), attn_alphas + mlp_alphas)))
+        (mixture,), alphas = self.final_read(sources())
+        if trace is not None:
+            trace.append({"final": alphas[0]})
+        return self.final_norm(mixture)
+
+    def forward(self, idx, targets=None):
+        """idx (B, T) -> (logits (B, T, V), None); with targets (B, T) -> (None, mean NLL in nats). Targets of -100 do not count."""
+        logits = F.linear(self.states(idx), self.tok_emb.weight)
+        if targets is None:
+            return logits, None
+        return None, F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+
+    @torch.no_grad()
+    def routes(self, idx):
+        """What each read attends to: a list of L dicts {group: alphas (K, B, T), ..., "mlp": alphas}, then {"final": alphas}.
+
+        The K sources are b_0, b_1, ... and, last, the running sum where the read's block has an output already.
+        """
+        if not self.variant.routed:
+            raise ValueError(f"variant {self.config.variant!r} has no depth routes: its sublayers read the residual stream")
+        trace = []
+        self.states(idx, trace=trace)
+        return trace
+
+    @torch.no_grad()
+    def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
+        """Continue idx (B, T) by max_new_tokens ids < vocab_size -> (B, T + max_new_tokens). Temperature 0 takes the likeliest.
+
+        Keys and values are cached while the text fits the context; past it, each token is predicted from the last `context`
+        ones, recomputed, since their positions move.
+        """
+        if idx.shape[1] == 0:
+            raise ValueError("generation needs at least one token to continue")
+        if temperature < 0 or (top_k is not None and top_k < 1):
+            raise ValueError(f"temperature = {temperature} must be 0 or more, top_k = {top_k} at least 1")
+        caches, cached = [{} for _ in self.layers], 0
+        for _ in range(max_new_tokens):
+            if idx.shape[1] <= self.config.context:
+                states = self.states(idx[:, cached:], caches, cached)
+                cached = idx.shape[1]
+            else:
+                states = self.states(idx[:, -self.config.context :])
+            logits = wide(F.linear(states[:, -1], self.tok_emb.weight))[:, : self.config.vocab_size]
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                if top_k is not None and top_k < logits.shape[-1]:
+                    logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
+                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+            idx = torch.cat([idx, token], 1)
+        return idx

@@ -1,0 +1,338 @@
+"""Train one run: one variant, one seed, on one device or under torchrun. Stopped or killed, the same command goes on.
+
+    python train.py configs/demo.toml --variant=block --seed=2
+    torchrun --standalone --nproc_per_node=8 train.py configs/s.toml --variant=rd
+"""
+
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+import common
+from common import UserError
+
+if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
+    CONFIG, NAME = common.or_exit(common.parse_config, sys.argv[1:], __doc__)
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from model import GPT, ModelConfig
+
+INTERRUPTED = 75  # exit status after SIGTERM or SIGINT (EX_TEMPFAIL): run the same command again to go on
+RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three
+WORLD = int(os.environ.get("WORLD_SIZE", 1))
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", 0))
+
+
+# ---- the schedule ----------------------------------------------------------------------------------------------------
+
+
+def updates(tokens, config):
+    """Number of updates that reach `tokens`: "at step n" means after exactly n updates."""
+    return math.ceil(tokens / config.batch_tokens)
+
+
+def learning_rate(step, config):
+    """Rate of the update that follows `step` updates: linear warm-up, then a cosine from lr to min_lr_ratio * lr.
+
+    It is taken at the tokens that the update completes, so the first one moves and the last one has the final rate.
+    """
+    tokens = min((step + 1) * config.batch_tokens, config.max_tokens)
+    if tokens < config.warmup_tokens:
+        return config.lr * tokens / config.warmup_tokens
+    progress = (tokens - config.warmup_tokens) / max(1, config.max_tokens - config.warmup_tokens)
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * (1 + math.cos(math.pi * progress)) / 2)
+
+
+# ---- setup -----------------------------------------------------------------------------------------------------------
+
+
+def pick_device(config):
+    """The torch.device of this rank; raises UserError for one that is not here."""
+    name = config.device
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"config key device: {name!r} is none of auto, cpu, cuda, cuda:N, mps") from None
+    here = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 0)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", LOCAL_RANK)
+    if (device.index or 0) >= here:
+        raise UserError(f"config key device: {device} is not available here ({here} of its kind are); try --device=cpu")
+    return device
+
+
+def pick_dtype(config, device):
+    dtype = config.dtype if config.dtype != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+    if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported():
+        raise UserError("config key dtype: this GPU has no bfloat16; use --dtype=float32")
+    if dtype == "float64" and device.type == "mps":
+        raise UserError("config key dtype: mps has no float64; use --dtype=float32")
+    return dtype
+
+
+def pick_compile(config, device):
+    if config.compile == "true" and device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
+        raise UserError("config key compile: on a CPU torch.compile needs a C++ compiler, and g++ is not here; use --compile=false")
+    return config.compile == "true" or (config.compile == "auto" and device.type == "cuda")
+
+
+def resolve(config, device, manifest):
+    """Fill in what the machine and the manifest decide, and check what must fit together."""
+    if manifest is None:
+        tokenizer = config.tokenizer or "gpt2"
+        vocab_size = config.vocab_size or {"gpt2": 50257, "bytes": 257}[tokenizer]
+        if RANK == 0:
+            common.warn(f"{config.data_dir} has no manifest.json: taking its tokens for {tokenizer}'s, vocabulary {vocab_size}")
+    else:
+        tokenizer, vocab_size = manifest["tokenizer"], manifest["vocab_size"]
+    for name, known in (("tokenizer", tokenizer), ("vocab_size", vocab_size)):
+        if getattr(config, name) not in ("", 0, known):
+            raise UserError(f"config key {name}: {getattr(config, name)} but {config.data_dir}/manifest.json says {known}; "
+                            f"drop --{name}, or name other data with --data_dir")  # fmt: skip
+    if config.batch_tokens % (WORLD * config.micro_batch * config.context):
+        raise UserError(f"config key batch_tokens: {config.batch_tokens} is not a multiple of {WORLD} ranks x micro_batch "
+                        f"{config.micro_batch} x context {config.context} = {WORLD * config.micro_batch * config.context}; "
+                        "change --micro_batch or --batch_tokens")  # fmt: skip
+    return replace(config, tokenizer=tokenizer, vocab_size=vocab_size, dtype=pick_dtype(config, device))
+
+
+def build_model(config):
+    """The freshly initialised model: a function of the seed alone, drawn on the CPU whatever the device."""
+    torch.manual_seed(config.seed)
+    try:
+        model = GPT(ModelConfig(**{f.name: getattr(config, f.name) for f in fields(ModelConfig)}))
+    except ValueError as error:
+        raise UserError(f"config: {error}") from error
+    return model.double() if config.dtype == "float64" else model
+
+
+def build_optimizer(model, config):
+    """AdamW with weight decay on matrices only: never on gains or route queries. A frozen query is left out."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.adam_eps, fused=True)
+
+
+# ---- data ------------------------------------------------------------------------------------------------------------
+
+
+def to_device(rows, device):
+    """Windows (B, context + 1) -> inputs and targets (B, context) on the device."""
+    rows = torch.from_numpy(rows)
+    if device.type == "cuda":
+        rows = rows.pin_memory().to(device, non_blocking=True)
+    else:
+        rows = rows.to(device)
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def all_reduce(values, device):
+    """Sum a list of floats over the ranks."""
+    if WORLD == 1:
+        return values
+    tensor = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor)
+    return tensor.tolist()
+
+
+@torch.no_grad()
+def evaluate(model, windows, config, device, autocast):
+    """Mean NLL, in nats a token, over the split's fixed windows: the same for every variant, world and micro-batch size.
+
+    Every pass has micro_batch rows; a last one that is short is filled with rows whose targets do not count, so that there
+    is one shape to compile. Ranks take passes in turn. Nothing is random.
+    """
+    ids = windows.spread(config.eval_tokens)
+    losses, counts = [torch.zeros((), device=device)], [0]
+    for start in range(RANK * config.micro_batch, len(ids), WORLD * config.micro_batch):
+        part = ids[start : start + config.micro_batch]
+        idx, targets = to_device(windows.read(np.resize(part, config.micro_batch)), device)
+        targets[len(part) :] = -100
+        with autocast():
+            losses.append(model(idx, targets)[1])
+        counts.append(len(part))
+    total = sum(loss * count for loss, count in zip(torch.stack(losses).tolist(), counts))
+    total, count = all_reduce([total, sum(counts)], device)
+    return total / count
+
+
+# ---- run folder ------------------------------------------------------------------------------------------------------
+
+
+class Metrics:
+    """metrics.jsonl of rank 0: one JSON record a line, flushed at once. Records past `step`, where the run goes on, go."""
+
+    def __init__(self, path, step):
+        self.path, self.file = path, None
+        if RANK == 0:
+            with common.atomic_write(path, "w") as file:
+                file.writelines(json.dumps(r) + "\n" for r in common.read_metrics(path) if r["step"] <= step)
+            self.file = open(path, "a", encoding="utf-8", buffering=1)
+
+    def write(self, **record):
+        if self.file:
+            try:
+                self.file.write(json.dumps(record) + "\n")
+            except OSError as error:
+                raise UserError(f"cannot write {self.path}: {error.strerror}; the checkpoint is intact: free space, run again") from error
+
+
+def restore(state, model, optimizer, config, data_id, out_dir):
+    """Load a checkpoint into model and optimizer; returns the number of updates done. Refuses one of another run."""
+    ours, theirs = common.identity(asdict(config)), common.identity(state["config"])
+    differing = [f"{k} = {theirs.get(k)!r}, now {ours.get(k)!r}" for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
+    if state["data_id"] != data_id:
+        differing.append(f"the data ({state['config']['data_dir']}, now {config.data_dir})")
+    if differing:
+        raise UserError(f"{out_dir} holds a run with other settings: {'; '.join(differing)}; restore them or name another --out_dir")
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise UserError(f"{out_dir}/ckpt.pt does not fit the model: {str(error).splitlines()[0]}; name another --out_dir") from error
+    return state["step"]
+
+
+def clock(seconds):
+    minutes, seconds = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}"
+
+
+# ---- the run ---------------------------------------------------------------------------------------------------------
+
+
+def main(config, name):
+    out_dir = Path(config.out_dir or f"out/{name}/{config.variant}-s{config.seed}")
+    say = (lambda text: print(f"{out_dir.name}: {text}", flush=True)) if RANK == 0 else (lambda text: None)
+
+    # ---- setup: everything that can be wrong is found before the first step
+    device = pick_device(config)
+    manifest, data_id = common.check_data(config.data_dir, config.verify)
+    config = resolve(config, device, manifest)
+    compiled = pick_compile(config, device)
+    train_windows = common.Windows(config.data_dir, "train", config.context, config.vocab_size)
+    val_windows = common.Windows(config.data_dir, "val", config.context, config.vocab_size)
+    model = build_model(config).to(device)
+    optimizer = build_optimizer(model, config)
+
+    common.make_folder(out_dir, "out_dir")
+    lock = common.lock_folder(out_dir) if RANK == 0 else None  # held until the process ends
+    state = common.load_checkpoint(out_dir, device)
+    step = restore(state, model, optimizer, config, data_id, out_dir) if state else 0
+    del state
+    last = updates(config.stop_tokens or config.max_tokens, config)
+    if step >= last:
+        say(f"finished: {step} updates, {step * config.batch_tokens:,} tokens; nothing to do")
+        return 0
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    if WORLD > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if compiled:
+        model.compile(fullgraph=True, dynamic=False)  # in place: parameter names stay clean
+    net = DistributedDataParallel(model, gradient_as_bucket_view=True) if WORLD > 1 else model
+
+    def autocast():
+        return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
+
+    n_params = sum(parameter.numel() for parameter in model.parameters())
+    if RANK == 0:
+        with common.atomic_write(out_dir / "config.json", "w") as file:
+            versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+            json.dump({**asdict(config), "name": name, "data_id": data_id, "n_params": n_params, "world": WORLD, **versions}, file, indent=1)
+    metrics = Metrics(out_dir / "metrics.jsonl", step)
+
+    def save():
+        if RANK == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            common.save_checkpoint(out_dir / "ckpt.pt", {**state, "config": asdict(config), "data_id": data_id})
+
+    stop_signals = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda received, frame: stop_signals.append(received))
+
+    # ---- the loop
+    batch = config.batch_tokens // config.context  # windows an update, over all ranks
+    share = batch // WORLD
+    passes = share // config.micro_batch
+    milestones = {updates(tokens, config) for tokens in config.milestones} | {last}
+    say(f"{n_params:,} parameters, {device}, {config.dtype}{', compiled' if compiled else ''}, {WORLD} rank(s) x {passes} passes x "
+        f"{config.micro_batch} x {config.context} tokens; updates {step} to {last}")  # fmt: skip
+    first, started, spent, since = step, time.perf_counter(), 0.0, step  # spent: seconds of updates since the last log line
+    while step < last:
+        began = time.perf_counter()
+        ids = common.batch_windows(config.seed, step, batch, len(train_windows))[RANK * share : (RANK + 1) * share]
+        total = 0.0
+        for i in range(passes):
+            try:
+                idx, targets = to_device(train_windows.read(ids[i * config.micro_batch : (i + 1) * config.micro_batch]), device)
+            except UserError as error:
+                raise common.RankError(f"rank {RANK}, update {step + 1}: {error}") from error
+            with net.no_sync() if WORLD > 1 and i < passes - 1 else nullcontext():  # gradients meet once an update
+                with autocast():
+                    _, loss = net(idx, targets)
+                (loss / passes).backward()
+            total += loss.detach() / passes
+        grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config)
+        # one wait for the device an update: the mean loss over the global batch, and whether any rank was told to stop
+        loss, told = all_reduce([float(total) / WORLD, float(len(stop_signals))], device)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            why = f"loss {loss}, gradient norm {float(grad_norm)}"
+            metrics.write(kind="diverged", step=step + 1, tokens=(step + 1) * config.batch_tokens, why=why)
+            raise UserError(f"{out_dir}: update {step + 1} is not finite ({why}); rank 0's window ids {ids.tolist()}; the weights before it were "
+                            "kept as of the last checkpoint: lower --lr, or look at these windows")  # fmt: skip
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        step += 1
+        tokens = step * config.batch_tokens
+        spent += time.perf_counter() - began
+
+        if step % config.log_interval == 0 or step in (first + 1, last):
+            rate = (step - since) * config.batch_tokens / spent
+            left = (time.perf_counter() - started) / (step - first) * (last - step)
+            lr = optimizer.param_groups[0]["lr"]
+            metrics.write(kind="train", step=step, tokens=tokens, loss=loss, lr=lr, grad_norm=float(grad_norm), tokens_per_s=rate)
+            say(f"step {step}/{last}  loss {loss:.4f}  lr {lr:.2e}  grad {float(grad_norm):.2f}  {rate:,.0f} tokens/s  {clock(left)} left")
+            spent, since = 0.0, step
+        if step in milestones or (config.eval_interval and step % config.eval_interval == 0):
+            val_nll = evaluate(model, val_windows, config, device, autocast)
+            metrics.write(kind="eval", step=step, tokens=tokens, val_nll=val_nll)
+            say(f"step {step}/{last}  validation {val_nll:.4f} nats a token")
+        if step == last and common.find_shards(config.data_dir)["test"]:
+            test_windows = common.Windows(config.data_dir, "test", config.context, config.vocab_size)
+            test_nll = evaluate(model, test_windows, config, device, autocast)
+            metrics.write(kind="test", step=step, tokens=tokens, test_nll=test_nll)
+            say(f"step {step}/{last}  test {test_nll:.4f} nats a token")
+        if step % config.checkpoint_interval == 0 or step == last or told:
+            save()  # last of all, so that a checkpoint's step has all its records
+        if told and step < last:
+            say(f"told to stop; saved at step {step}: run the same command to go on")
+            return INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    status = common.or_exit(main, CONFIG, NAME)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)
