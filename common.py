@@ -92,8 +92,9 @@ def make_folder(path, key):
         raise UserError(f"{key}: cannot create the folder {path}: {error.strerror}; name another with --{key}") from error
 
 
-def lock_folder(folder):
-    """Hold `folder` for this process until it ends, or say that another process has it. Returns the open lock file."""
+def lock_folder(folder, wait=False):
+    """Hold `folder` for this process until it ends; where another process has it, refuse, or wait for that one to end.
+    Returns the open lock file: keep it."""
     try:
         file = open(Path(folder) / ".lock", "a")
     except OSError as error:
@@ -101,7 +102,10 @@ def lock_folder(folder):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        raise UserError(f"{folder} is in use by another process; wait for it, or name another folder") from None
+        if not wait:
+            raise UserError(f"{folder} is in use by another process; let it end (--wait does), or name another folder") from None
+        warn(f"{folder} is in use by another process; waiting for it to end")
+        fcntl.flock(file, fcntl.LOCK_EX)
     return file
 
 
@@ -346,6 +350,7 @@ class TrainConfig:
     log_interval: int = key(10, "updates between log lines", machine=True)
     checkpoint_interval: int = key(250, "updates between checkpoints", machine=True)
     out_dir: str = key("", "the run's folder; empty: out/CONFIG/VARIANT-sSEED", machine=True)
+    wait: bool = key(False, "where another process trains this very run, wait for it to end", machine=True)
     # machine
     device: str = key("auto", "auto: cuda, else mps, else cpu; or cpu, cuda, cuda:1, mps", machine=True)
     dtype: str = key("auto", "auto: bfloat16 autocast on CUDA, else float32", choices=("auto", "float32", "bfloat16", "float64"))

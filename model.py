@@ -9,7 +9,7 @@ In the code                     In the equations
 sublayer i = 0 .. 2L-1          attention where i is even, MLP where i is odd
 finished  [b_0, ..., b_{n-1}]   b_0 the token embedding; b_n, n >= 1, the sum of the outputs of the sublayers in block n
 running   p                     the sum of the outputs so far in the current block; None before its first
-sources   s_1 .. s_K            finished, and running where there is one: what a sublayer may read
+sources   s_1 .. s_K            finished, and running where there is one: what a sublayer may read; with 1 / rms(s_k)
 query     w   (D,)              a depth route's learned query, zero at the start: its mixture is then uniform
 gain      g   (D,)              key_norm.weight: one a read, shared by its routes
 alphas    alpha  (K, B, T)      softmax over the sources, for each token
@@ -18,6 +18,7 @@ mixture   h   (B, T, D)         sum_k alpha_k s_k
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -112,6 +113,13 @@ def inverse_rms(x, eps):
     return torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
 
+class Source(NamedTuple):
+    """A depth state (B, T, D) and 1 / rms of it (B, T, 1), taken once for all reads; None where nothing is routed."""
+
+    state: torch.Tensor
+    inverse_rms: torch.Tensor | None
+
+
 class DepthRead(nn.Module):
     """One learned softmax mixture of the depth sources a group (Block AttnRes; RD-AttnRes gives the values a second one):
 
@@ -125,7 +133,7 @@ class DepthRead(nn.Module):
         super().__init__()
         variant = VARIANTS[config.variant]
         self.averaged = variant.averaged
-        self.key_norm = RMSNorm(config)  # holds the key gain
+        self.key_norm = RMSNorm(config)  # for its gain; the norm itself is the source's, the same for all reads
         self.queries = []  # names; a group that is tied shares the first one's
         for group in groups:
             first = group == groups[0]
@@ -135,18 +143,16 @@ class DepthRead(nn.Module):
                 self.register_parameter(self.queries[-1], query)
 
     def forward(self, sources):
-        """K sources (B, T, D) -> a list of mixtures (B, T, D) and a list of alphas (K, B, T), one a group."""
+        """K sources -> a list of mixtures (B, T, D) and a list of alphas (K, B, T), one a group."""
         gain = wide(self.key_norm.weight)
-        sources_wide = [wide(s) for s in sources]
-        inverses = [inverse_rms(s, self.key_norm.eps) for s in sources_wide]
         mixtures, alphas = [], []
         for name in self.queries:
             direction = gain * wide(getattr(self, name))
             # a product and a sum, not a matmul: autocast would run that in bf16, and the compiler could not fuse it
-            logits_KBT = torch.stack([(s * r * direction).sum(-1) for s, r in zip(sources_wide, inverses)])
+            logits_KBT = torch.stack([(wide(s) * direction).sum(-1) * r[..., 0] for s, r in sources])
             alpha_KBT = logits_KBT.softmax(0)
-            mixture = sum(alpha[..., None] * s for alpha, s in zip(alpha_KBT, sources_wide))
-            mixtures.append(mixture.to(sources[0].dtype))
+            mixture = sum(alpha[..., None] * wide(s) for alpha, (s, _) in zip(alpha_KBT, sources))
+            mixtures.append(mixture.to(sources[0].state.dtype))
             alphas.append(alpha_KBT)
         if self.averaged and len(mixtures) > 1:
             mixtures = [sum(mixtures) / len(mixtures)] * len(mixtures)
@@ -157,7 +163,7 @@ class StreamRead(nn.Module):
     """What prenorm has in place of a depth read: its one source, the residual stream."""
 
     def forward(self, sources):
-        return sources, []
+        return [source.state for source in sources], []
 
 
 # ---- sublayers -------------------------------------------------------------------------------------------------------
@@ -266,6 +272,9 @@ class GPT(nn.Module):
                 writes = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 parameter.normal_(0.0, self.config.init_std / (math.sqrt(2 * self.config.n_layer) if writes else 1.0))
 
+    def source(self, state):
+        return Source(state, inverse_rms(wide(state), self.config.norm_eps) if self.variant.routed else None)
+
     def states(self, idx, caches=None, start=0, trace=None):
         """Token ids (B, T) at positions start .. start + T - 1 -> final normalised states (B, T, D).
 
@@ -277,7 +286,8 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(idx.device.type):
             embedding = embedding.to(torch.get_autocast_dtype(idx.device.type))  # sources in bf16: half the bytes of a read
         rope = rope_angles(start, idx.shape[1], self.config, self.tok_emb.weight)
-        finished, running = ([embedding], None) if self.variant.routed else ([], embedding)
+        first = self.source(embedding)
+        finished, running = ([first], None) if self.variant.routed else ([], first)
 
         def sources():
             return finished if running is None else [*finished, running]
@@ -285,7 +295,7 @@ class GPT(nn.Module):
         def write(output, sublayer):
             """p <- p + output; a block that is complete moves to the finished ones, and p starts anew."""
             nonlocal finished, running
-            running = output if running is None else running + output
+            running = self.source(output if running is None else running.state + output)
             if self.variant.routed and (sublayer + 1) % self.config.block_size == 0:
                 finished, running = [*finished, running], None
 

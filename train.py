@@ -232,7 +232,13 @@ def main(config, name):
     optimizer = build_optimizer(model, config)
 
     common.make_folder(out_dir, "out_dir")
-    lock = common.lock_folder(out_dir) if RANK == 0 else None  # held until the process ends
+    lock = common.lock_folder(out_dir, config.wait) if RANK == 0 else None  # held until the process ends
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    if WORLD > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        dist.barrier()  # rank 0 has the lock: nobody else is writing
     state = common.load_checkpoint(out_dir, device)
     step = restore(state, model, optimizer, config, data_id, out_dir) if state else 0
     del state
@@ -241,11 +247,6 @@ def main(config, name):
         say(f"finished: {step} updates, {step * config.batch_tokens:,} tokens; nothing to do")
         return 0
 
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
-    if WORLD > 1:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if compiled:
         model.compile(fullgraph=True, dynamic=False)  # in place: parameter names stay clean
     net = DistributedDataParallel(model, gradient_as_bucket_view=True) if WORLD > 1 else model

@@ -129,13 +129,13 @@ def test_reference_sources():
 
 SOURCE = Path(model_py.__file__).read_text()
 FAULTS = {  # fault: (a variant that shows it, a snippet that stands in model.py exactly once, what replaces it)
-    "logits doubled": ("block", "(s * r * direction).sum(-1)", "2 * (s * r * direction).sum(-1)"),
-    "logits divided by sqrt(D)": ("block", "(s * r * direction).sum(-1)", "(s * r * direction).sum(-1) / s.shape[-1] ** 0.5"),
-    "keys not normalised": ("block", "(s * r * direction).sum(-1)", "(s * direction).sum(-1)"),
+    "logits doubled": ("block", "(wide(s) * direction).sum(-1) * r[..., 0]", "2 * (wide(s) * direction).sum(-1) * r[..., 0]"),
+    "logits divided by sqrt(D)": ("block", "(wide(s) * direction).sum(-1) * r[..., 0]", "(wide(s) * direction).sum(-1) * r[..., 0] / s.shape[-1] ** 0.5"),
+    "keys not normalised": ("block", "(wide(s) * direction).sum(-1) * r[..., 0]", "(wide(s) * direction).sum(-1)"),
     "key gain dropped": ("block", "direction = gain * wide(getattr(self, name))", "direction = wide(getattr(self, name))"),
     "sources normalised in the mixture": (
-        "block", "mixture = sum(alpha[..., None] * s for alpha, s in zip(alpha_KBT, sources_wide))",
-        "mixture = sum(alpha[..., None] * s * r for alpha, s, r in zip(alpha_KBT, sources_wide, inverses))"),
+        "block", "sum(alpha[..., None] * wide(s) for alpha, (s, _) in zip(alpha_KBT, sources))",
+        "sum(alpha[..., None] * wide(s) * r for alpha, (s, r) in zip(alpha_KBT, sources))"),
     "finished block goes on as the running sum": (
         "block", "finished, running = [*finished, running], None", "finished, running = [*finished, running], running"),
     "finished block listed as the running sum too": (
@@ -145,12 +145,12 @@ FAULTS = {  # fault: (a variant that shows it, a snippet that stands in model.py
         "block", "return finished if running is None else [*finished, running]",
         "return finished"),
     "running sum is the last output": (
-        "block", "running = output if running is None else running + output", "running = output"),
+        "block", "self.source(output if running is None else running.state + output)", "self.source(output)"),
     "block boundary one sublayer early": (
         "block", "(sublayer + 1) % self.config.block_size == 0", "(sublayer + 2) % self.config.block_size == 0"),
     "embedding added into block 1": (
-        "block", "running = output if running is None else running + output",
-        "running = (embedding + output if sublayer == 0 else output) if running is None else running + output"),
+        "block", "self.source(output if running is None else running.state + output)",
+        "self.source((embedding + output if sublayer == 0 else output) if running is None else running.state + output)"),
     "value route fed to K": ("rd", "[len(group) * D for group in VARIANTS[config.variant].groups]", "[D, 2 * D]"),
     "value query unused": ("rd", "direction = gain * wide(getattr(self, name))", "direction = gain * wide(self.query)"),
     "mixtures not averaged": ("average", "if self.averaged and", "if False and"),
@@ -520,7 +520,7 @@ def test_bf16_autocast(variant):
     sources = []
     for name, module in gpt.named_modules():
         if name.endswith("_read"):
-            module.register_forward_pre_hook(lambda module, args: sources.extend(args[0]))
+            module.register_forward_pre_hook(lambda module, args: sources.extend(source.state for source in args[0]))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = gpt(idx, targets)[1]
     assert sources and {s.dtype for s in sources} == {torch.bfloat16}  # prenorm's one source is its stream

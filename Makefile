@@ -1,0 +1,27 @@
+# make demo: text -> paired comparison of block and rd, on the CPU.   make test: the tests.   Both set up .venv first.
+PYTHON ?= python3
+BIN := .venv/bin
+SHELL := /bin/bash
+.DELETE_ON_ERROR:
+
+.PHONY: demo test clean
+demo: .venv/runtime
+	$(BIN)/python prepare_data.py --source docs --tokenizer bytes --out data/docs-bytes --wait
+	PATH="$(CURDIR)/$(BIN):$$PATH" JOBS=2 OMP_NUM_THREADS=1 runs/pairs.sh configs/demo.toml "block rd" "1 2 3" --device=cpu
+	$(BIN)/python diagnose.py out/demo
+
+test: .venv/test
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+
+.venv/runtime: requirements.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; name one with: make PYTHON=python3.11 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -r requirements.txt
+	touch $@
+
+.venv/test: .venv/runtime requirements-test.txt
+	$(BIN)/pip install -r requirements-test.txt
+	touch $@
+
+clean:  # keeps data/ and out/
+	rm -rf .venv .pytest_cache __pycache__ tests/__pycache__
