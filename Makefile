@@ -8,7 +8,7 @@ SHELL := /bin/bash
 demo: .venv/runtime
 	$(BIN)/python prepare_data.py --source docs --tokenizer bytes --out data/docs-bytes --wait
 	PATH="$(CURDIR)/$(BIN):$$PATH" JOBS=2 OMP_NUM_THREADS=1 runs/pairs.sh configs/demo.toml "block rd" "1 2 3" --device=cpu
-	$(BIN)/python diagnose.py out/demo
+	OMP_NUM_THREADS=1 $(BIN)/python diagnose.py out/demo
 
 test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
