@@ -462,11 +462,11 @@ CHECKPOINT_FORMAT = 1
 def read_metrics(path):
     """The records of a metrics.jsonl; a line that a kill cut short is left out."""
     records = []
-    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as file:
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8", errors="replace") as file:
         for line in file:
             with contextlib.suppress(ValueError):
                 records.append(json.loads(line))
-    return records
+    return [record for record in records if isinstance(record, dict) and "step" in record]
 
 
 def save_checkpoint(path, state):
@@ -506,3 +506,18 @@ def load_checkpoint(run_dir, device="cpu"):
             raise UserError(f"{path}: checkpoint format {state.get('format')}, this code reads {CHECKPOINT_FORMAT}")
         return state
     return None
+
+
+def load_run(run_dir, device="cpu"):
+    """(model, checkpoint) of a run folder's newest whole checkpoint. Raises UserError where there is none, or none that fits."""
+    from model import GPT, ModelConfig
+
+    state = load_checkpoint(run_dir, device)
+    if state is None:
+        raise UserError(f"{run_dir}: has no checkpoint (ckpt.pt); name a run's folder, such as out/demo/rd-s1")
+    try:
+        model = GPT(ModelConfig(**{field.name: state["config"][field.name] for field in dataclasses.fields(ModelConfig)}))
+        model.load_state_dict(state["model"])
+    except (KeyError, RuntimeError, ValueError) as error:
+        raise UserError(f"{run_dir}/ckpt.pt does not fit model.py: {str(error).splitlines()[0]}") from error
+    return model.to(device), state

@@ -153,21 +153,12 @@ def run_routes(run, windows, device):
     measure. Whatever the run's dtype, the routes are computed in float32."""
     import torch
 
-    from model import GPT, ModelConfig
-
-    state = common.load_checkpoint(run.path)
-    if state is None:
-        raise UserError("it has no checkpoint")
-    try:
-        gpt = GPT(ModelConfig(**{field.name: state["config"][field.name] for field in dataclasses.fields(ModelConfig)}))
-        gpt.load_state_dict(state["model"])
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise UserError(f"its checkpoint does not fit model.py ({str(error).splitlines()[0]})") from error
+    gpt, state = common.load_run(run.path, device)
     if not gpt.variant.routed:
         return None
     if not all(torch.isfinite(parameter).all() for parameter in gpt.parameters()):
         raise UserError("its checkpoint holds values that are not finite")
-    return {"run": run.name, "seed": run.seed, "step": state["step"], **route_statistics(gpt.to(device).eval(), windows)}
+    return {"run": run.name, "seed": run.seed, "step": state["step"], **route_statistics(gpt, windows)}
 
 
 def pick_device(name):

@@ -46,7 +46,7 @@ from common import (HEADER_INTS, SPLITS, TOKENIZERS, UserError, atomic_write, fi
 
 SPLIT_RULE = "u = sha256(text)[:8] / 2**64: test if u < test_frac, val if u < test_frac + val_frac, else train"
 TXT_MIN, TXT_MAX = 2_000, 1_000_000  # bytes of a document cut from a .txt
-BATCH = 1 << 18  # characters a thread tokenises at a time, in whole documents
+BATCH = 1 << 18  # characters a thread tokenises at a time
 PIECE = 1 << 20  # characters tiktoken gets at once: bounds memory inside a long document
 FINEWEB, FINEWEB_CONFIG = "HuggingFaceFW/fineweb-edu", "sample-10BT"
 
@@ -251,7 +251,7 @@ class FineWebEdu(Source):
             if position:
                 self.stream.load_state_dict(position["stream"])
             for row in self.stream:
-                yield row["text"]
+                yield checked(row["text"], FINEWEB)
         except Exception as error:  # the hub's client lets whatever its network layers raised through
             raise UserError(f"fineweb-edu: cannot read {FINEWEB} from the hub ({type(error).__name__}: {first_line(error)}); try "
                             f"again, or fetch its sample/10BT/*.parquet elsewhere and give them: --source FILE.parquet ...") from error  # fmt: skip
@@ -313,7 +313,7 @@ def batches(texts):
         while start < len(text) or length is not None:
             end = len(text) if len(text) - start <= PIECE else cut(text, start, start + PIECE)
             batch.append((digest, length, text[start:end]))
-            size += end - start
+            size += end - start + 100  # what an item takes beside its text
             start, length = end, None
             if size >= BATCH:
                 yield batch, end == len(text)

@@ -132,9 +132,12 @@ def build_optimizer(model, config):
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def to_device(rows, device):
-    """Windows (B, context + 1) -> inputs and targets (B, context) on the device."""
-    rows = torch.from_numpy(rows)
+def fetch(windows, ids, device, where):
+    """Windows `ids` -> inputs and targets (B, context) on the device. A rank may meet a bad one alone: it says `where`."""
+    try:
+        rows = torch.from_numpy(windows.read(ids))
+    except UserError as error:
+        raise common.RankError(f"rank {RANK}, {where}: {error}") from error
     if device.type == "cuda":
         rows = rows.pin_memory().to(device, non_blocking=True)
     else:
@@ -162,7 +165,7 @@ def evaluate(model, windows, config, device, autocast):
     losses, counts = [torch.zeros((), device=device)], [0]
     for start in range(RANK * config.micro_batch, len(ids), WORLD * config.micro_batch):
         part = ids[start : start + config.micro_batch]
-        idx, targets = to_device(windows.read(np.resize(part, config.micro_batch)), device)
+        idx, targets = fetch(windows, np.resize(part, config.micro_batch), device, "evaluation")
         targets[len(part) :] = -100
         with autocast():
             losses.append(model(idx, targets)[1])
@@ -283,10 +286,8 @@ def main(config, name):
         ids = common.batch_windows(config.seed, step, batch, len(train_windows))[RANK * share : (RANK + 1) * share]
         total = 0.0
         for i in range(passes):
-            try:
-                idx, targets = to_device(train_windows.read(ids[i * config.micro_batch : (i + 1) * config.micro_batch]), device)
-            except UserError as error:
-                raise common.RankError(f"rank {RANK}, update {step + 1}: {error}") from error
+            part = ids[i * config.micro_batch : (i + 1) * config.micro_batch]
+            idx, targets = fetch(train_windows, part, device, f"update {step + 1}")
             with net.no_sync() if WORLD > 1 and i < passes - 1 else nullcontext():  # gradients meet once an update
                 with autocast():
                     _, loss = net(idx, targets)
@@ -308,7 +309,7 @@ def main(config, name):
         tokens = step * config.batch_tokens
         spent += time.perf_counter() - began
 
-        if step % config.log_interval == 0 or step in (first + 1, last):
+        if step % config.log_interval == 0 or step in (1, last):  # by the step alone, so that a stop changes no record
             rate = (step - since) * config.batch_tokens / spent
             left = (time.perf_counter() - started) / (step - first) * (last - step)
             lr = optimizer.param_groups[0]["lr"]

@@ -481,6 +481,14 @@ def test_a_write_that_fails_leaves_what_stood_there(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"] and path.read_text() == "old"
 
 
+def test_a_name_appears_only_when_its_content_is_on_disk(tmp_path, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync") or fsync(descriptor))
+    monkeypatch.setattr(os, "replace", lambda source, target: calls.append(Path(target).name) or replace(source, target))
+    common.save_checkpoint(tmp_path / "ckpt.pt", {"step": 1})
+    assert calls == ["fsync", "ckpt.new.pt", "fsync", "ckpt.pt", "fsync"]  # the file, and the folder after each rename
+
+
 def test_a_full_disk_at_a_checkpoint_is_one_line_and_keeps_the_earlier_one(tmp_path, monkeypatch):
     common.save_checkpoint(tmp_path / "ckpt.pt", {"step": 1})
 
@@ -513,6 +521,8 @@ def test_a_metrics_line_that_a_kill_cut_short_is_left_out(tmp_path):
     assert common.read_metrics(tmp_path / "metrics.jsonl") == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
     assert common.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n7\n\x00\xff\n{}\n')  # what a power cut may leave
+    assert common.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
 
 
 def test_a_users_error_is_one_line_and_status_2(capsys, monkeypatch):

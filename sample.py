@@ -1,0 +1,42 @@
+"""Text from a run.
+
+    python sample.py out/demo/rd-s1 --prompt "Return the" --tokens 300 --temperature 0.8 --top-k 50 --seed 1
+"""
+
+import argparse
+
+import common
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(description="Text from a run, continuing a prompt.")
+    parser.add_argument("run", help="a run's folder, such as out/demo/rd-s1")
+    parser.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to add (default: %(default)s)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens only (default: from all)")
+    parser.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="default: %(default)s")
+    args = parser.parse_args(argv)
+    if args.tokens < 1:
+        raise common.UserError(f"--tokens: {args.tokens} must be at least 1")
+
+    import torch
+
+    try:
+        generator = torch.Generator(args.device).manual_seed(args.seed)
+    except RuntimeError as error:
+        raise common.UserError(f"--device: {args.device!r} cannot be used here ({str(error).splitlines()[0]}); try --device cpu") from error
+    model, state = common.load_run(args.run, args.device)
+    encoding = common.get_tokenizer(state["config"]["tokenizer"])
+    # as in training, a document starts with <|endoftext|>
+    idx = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary(args.prompt)]], device=args.device)
+    try:
+        tokens = model.generate(idx, args.tokens, args.temperature, args.top_k, generator)[0, 1:].tolist()
+    except ValueError as error:
+        raise common.UserError(str(error)) from error
+    print(encoding.decode(tokens))
+
+
+if __name__ == "__main__":
+    common.run_main(main)
