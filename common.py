@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import sys
+import time
 import tomllib
 import typing
 import zipfile
@@ -37,6 +38,8 @@ def or_exit(function, *arguments):
     except UserError as error:
         if isinstance(error, RankError) or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
+        else:
+            time.sleep(2)  # the first rank to end ends all under torchrun: let rank 0 speak
         sys.exit(2)
 
 
@@ -46,7 +49,9 @@ def run_main(main):
 
 
 def warn(message):
-    print(f"warning: {message}", file=sys.stderr, flush=True)
+    """One line on stderr; of several ranks rank 0's alone."""
+    if os.environ.get("RANK", "0") == "0":
+        print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------
@@ -101,11 +106,13 @@ def lock_folder(folder, wait=False):
         raise UserError(f"cannot write in {folder}: {error.strerror}; name another folder") from error
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except BlockingIOError:
         if not wait:
             raise UserError(f"{folder} is in use by another process; let it end (--wait does), or name another folder") from None
         warn(f"{folder} is in use by another process; waiting for it to end")
         fcntl.flock(file, fcntl.LOCK_EX)
+    except OSError as error:  # some cluster file systems are mounted without locks
+        warn(f"{folder} cannot be locked ({error.strerror}); make sure that no other process uses it")
     return file
 
 
@@ -116,10 +123,14 @@ def file_sha256(path):
 
 
 def read_json(path):
+    """The JSON object in a file (a dict)."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+        return value
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"cannot read {path}: {error}; write it again, or take it from a copy") from error
 
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
@@ -196,9 +207,14 @@ def load_manifest(data_dir):
     if not path.exists():
         return None
     manifest = read_json(path)
-    for name in ("tokenizer", "vocab_size", "files"):
+    for name, kind in (("tokenizer", str), ("vocab_size", int), ("files", dict)):
         if name not in manifest:
             raise UserError(f"{path}: has no {name!r}; prepare the data again")
+        if not isinstance(manifest[name], kind):
+            raise UserError(f"{path}: {name!r} is {manifest[name]!r}, not of type {kind.__name__}; prepare the data again")
+    for name, entry in manifest["files"].items():
+        if not isinstance(entry, dict) or not {"tokens", "sha256"} <= entry.keys():
+            raise UserError(f"{path}: {name} has no tokens or sha256; prepare the data again")
     return manifest
 
 
@@ -344,8 +360,7 @@ class TrainConfig:
     grad_clip: float = key(1.0, "global gradient norm; 0: no clipping", zero=True)
     # evaluation and reporting
     eval_tokens: int = key(2**22, "tokens of the fixed validation windows (and of the test windows at the end)")
-    milestones: tuple[int, ...] = key((250_000_000, 500_000_000, 1_000_000_000, 2_000_000_000),
-                                      "tokens at which to evaluate", machine=True)  # fmt: skip
+    milestones: tuple[int, ...] = key((), "tokens at which to evaluate; empty: 1/8, 1/4, 1/2 and all of max_tokens", machine=True)
     eval_interval: int = key(0, "updates between further evaluations; 0: milestones and the end only", zero=True, machine=True)
     log_interval: int = key(10, "updates between log lines", machine=True)
     checkpoint_interval: int = key(250, "updates between checkpoints", machine=True)
@@ -357,6 +372,7 @@ class TrainConfig:
     compile: str = key("auto", "torch.compile; auto: on CUDA only (on a CPU it needs g++)",
                        choices=("auto", "true", "false"), machine=True)  # fmt: skip
     micro_batch: int = key(16, "sequences a rank a pass", machine=True)
+    deterministic: bool = key(False, "only kernels that give the same bits every time; slower on a GPU", machine=True)
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -366,9 +382,12 @@ class TrainConfig:
                     raise UserError(f"config key {field.name}: {value} must be {'zero or more' if meta['zero'] else 'above zero'}")
             if meta["choices"] and value not in meta["choices"]:
                 raise UserError(f"config key {field.name}: {value!r} is none of {', '.join(meta['choices'])}")
-        if max(self.stop_tokens, *self.milestones, 0) > self.max_tokens:
-            name, value = ("stop_tokens", self.stop_tokens) if self.stop_tokens > self.max_tokens else ("milestones", max(self.milestones))
-            raise UserError(f"config key {name}: {value} is beyond the schedule's end, max_tokens = {self.max_tokens}; lower one or raise the other")  # fmt: skip
+        for name in ("stop_tokens", "milestones"):
+            value = max(self.milestones, default=0) if name == "milestones" else getattr(self, name)
+            if value > self.max_tokens:
+                raise UserError(f"config key {name}: {value} is beyond the schedule's end, max_tokens = {self.max_tokens}; lower one or raise the other")  # fmt: skip
+        if self.seed >= 2**32:
+            raise UserError(f"config key seed: {self.seed} must be below 2**32, numpy's limit")
         if self.tokenizer and self.tokenizer not in TOKENIZERS:
             raise UserError(f"config key tokenizer: {self.tokenizer!r} is none of {', '.join(TOKENIZERS)}")
         if not all(beta < 1 for beta in self.betas):
@@ -416,7 +435,7 @@ def parse_config(argv, description):
         print(f"{description}\n\nusage: train.py [CONFIG.toml] [--key=value ...]\n\nkeys, with their defaults:")
         for field in fields.values():
             default = ",".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
-            print(f"  --{field.name}={default!s:<12}  {field.metadata['help']}")
+            print(f"  --{field.name}={default}".ljust(34), field.metadata["help"])
         sys.exit(0)
     values, name, rest = {}, "default", list(argv)
 
@@ -478,8 +497,9 @@ def save_checkpoint(path, state):
     try:
         with atomic_write(fresh) as file:
             torch.save({"format": CHECKPOINT_FORMAT, **state}, file)
-    except RuntimeError as error:  # torch's zip writer turns a full disk into this
-        raise UserError(f"cannot write {path}: {str(error).splitlines()[0]}; earlier checkpoints are intact") from error
+    except RuntimeError as error:  # torch's zip writer fails once more after the write that failed, and hides why
+        cause = error.__context__.strerror if isinstance(error.__context__, OSError) else str(error).splitlines()[0]
+        raise UserError(f"cannot write {path}: {cause}; earlier checkpoints are intact") from error
     if path.exists():
         os.replace(path, path.with_name("ckpt.prev.pt"))
     os.replace(fresh, path)
@@ -487,11 +507,13 @@ def save_checkpoint(path, state):
 
 
 def load_checkpoint(run_dir, device="cpu"):
-    """The newest whole checkpoint of a run folder (a dict), or None. A damaged one is named in a warning and the one before
-    is used. Only tensors and plain values are unpickled."""
+    """The newest whole checkpoint of a run folder (a dict), or None where there has been none. A damaged one is named in a
+    warning and the one before is used; UserError where all are damaged. Only tensors and plain values are unpickled."""
     import torch
 
-    for path in (Path(run_dir) / "ckpt.pt", Path(run_dir) / "ckpt.prev.pt"):
+    damaged = {}  # {name: why}
+    # ckpt.new.pt: a kill between the renames leaves the last whole one there, where the one before is damaged
+    for path in (Path(run_dir) / name for name in ("ckpt.pt", "ckpt.prev.pt", "ckpt.new.pt")):
         if not path.exists():
             continue
         try:
@@ -499,12 +521,18 @@ def load_checkpoint(run_dir, device="cpu"):
                 if archive.testzip() is not None:
                     raise ValueError("checksum mismatch")
             state = torch.load(path, map_location=device, weights_only=True)
+            if not isinstance(state, dict):
+                raise ValueError("not a checkpoint")
         except Exception as error:  # a damaged file fails in many ways
-            warn(f"{path} is damaged ({str(error).splitlines()[0]}); looking for the one before")
+            damaged[path.name] = (str(error) or type(error).__name__).splitlines()[0]
+            warn(f"{path} is damaged ({damaged[path.name]}); looking for the one before")
             continue
         if state.get("format") != CHECKPOINT_FORMAT:
             raise UserError(f"{path}: checkpoint format {state.get('format')}, this code reads {CHECKPOINT_FORMAT}")
         return state
+    if damaged:
+        raise UserError(f"{run_dir}: has no checkpoint that can be read ({' and '.join(damaged)} damaged); bring one back from a copy, "
+                        "or delete them to train from the start")  # fmt: skip
     return None
 
 

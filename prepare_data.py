@@ -21,7 +21,6 @@ import argparse
 import ast
 import codecs
 import collections
-import contextlib
 import gc
 import hashlib
 import importlib.metadata
@@ -52,10 +51,9 @@ FINEWEB, FINEWEB_CONFIG = "HuggingFaceFW/fineweb-edu", "sample-10BT"
 
 
 class Source:
-    """`about` is for the manifest; `texts(position)` yields documents, from the start or from where `position` stood."""
+    """`about` is for the manifest. `texts(position)` yields documents, from the start or from where `at` once stood."""
 
-    def position(self):
-        return None  # cannot seek
+    at = None  # where a source that can seek stands
 
 
 # ---- source: docstrings of what is installed anyway --------------------------------------------------------------------
@@ -166,18 +164,18 @@ def read_jsonl(path):
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}:{number}: not JSON ({error}); mend or remove the line") from None
+            raise UserError(f"{path}:{number}: not JSON ({getattr(error, 'msg', error)}); mend or remove the line") from None
         if not isinstance(record, dict) or "text" not in record:
             raise UserError(f'{path}:{number}: no "text"; every line must be an object like {{"text": "..."}}')
         yield checked(record["text"], f"{path}:{number}")
 
 
-def open_parquet(path):
+def open_parquet(path, file=None):
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False)  # else it holds a whole row group
+        file = pq.ParquetFile(file or path, buffer_size=1 << 20, pre_buffer=False)  # else it holds a whole row group
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path}: not a readable parquet file ({first_line(error)}); fetch it again") from None
     if "text" not in file.schema_arrow.names:
@@ -185,21 +183,26 @@ def open_parquet(path):
     return file
 
 
-def read_parquet(path):
+def read_parquet(path, file=None, skip=0):
+    """The texts after the first `skip` rows of `path`, which may be open as `file`."""
     import pyarrow as pa
 
-    row, file = 0, open_parquet(path)
+    row, file = 0, open_parquet(path, file)
     try:
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)
+            if row + about.num_rows <= skip:
+                row += about.num_rows
+                continue
             rows = int(4e6 * about.num_rows / max(1, about.total_byte_size))  # about 4 MB of text at a time
             for batch in file.iter_batches(max(1, min(rows, 1024)), row_groups=[group], columns=["text"], use_threads=False):
                 for row, value in enumerate(batch.column(0), row + 1):
-                    yield checked(value.as_py(), f"{path}: row {row}")
+                    if row > skip:
+                        yield checked(value.as_py(), f"{path}: row {row}")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: row {row + 1}: not UTF-8 ({error.reason}); write the file again") from None
     except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: damaged after row {row} ({first_line(error)}); fetch it again") from None
+        raise UserError(f"{path}: cannot be read after row {row} ({first_line(error)}); fetch it again") from None
 
 
 def checked(text, where):
@@ -239,25 +242,28 @@ class Files(Source):
 
 
 class FineWebEdu(Source):
+    """The hub's parquet files, found and opened by `datasets` but read as local ones are: its own iterator holds a gigabyte and
+    may hang when it is not read to the end (apache/arrow#45214)."""
+
     about = {"kind": "fineweb-edu", "dataset": FINEWEB, "config": FINEWEB_CONFIG}
 
     def texts(self, position):
         try:
             import datasets
             import huggingface_hub
+            from datasets.utils.file_utils import xopen
 
-            self.revision = position["revision"] if position else huggingface_hub.HfApi().dataset_info(FINEWEB, timeout=20).sha
-            self.stream = datasets.load_dataset(FINEWEB, FINEWEB_CONFIG, split="train", streaming=True, revision=self.revision)
-            if position:
-                self.stream.load_state_dict(position["stream"])
-            for row in self.stream:
-                yield checked(row["text"], FINEWEB)
+            self.at = at = position or {"revision": huggingface_hub.HfApi().dataset_info(FINEWEB, timeout=20).sha, "file": 0, "row": 0}
+            builder = datasets.load_dataset_builder(FINEWEB, FINEWEB_CONFIG, revision=at["revision"])
+            for index, url in list(enumerate(builder.config.data_files["train"]))[at["file"] :]:
+                skip = at["row"] if index == at["file"] else 0
+                with xopen(url, "rb") as file:
+                    for row, text in enumerate(read_parquet(url, file, skip), skip + 1):
+                        self.at = {"revision": at["revision"], "file": index, "row": row}
+                        yield text
         except Exception as error:  # the hub's client lets whatever its network layers raised through
             raise UserError(f"fineweb-edu: cannot read {FINEWEB} from the hub ({type(error).__name__}: {first_line(error)}); try "
                             f"again, or fetch its sample/10BT/*.parquet elsewhere and give them: --source FILE.parquet ...") from error  # fmt: skip
-
-    def position(self):
-        return {"revision": self.revision, "stream": self.stream.state_dict()}
 
 
 # ---- documents -> tokens ---------------------------------------------------------------------------------------------------
@@ -318,6 +324,7 @@ def batches(texts):
             if size >= BATCH:
                 yield batch, end == len(text)
                 batch, size = [], 0
+        del text  # it may be long, and the next one is about to be read
     yield batch, True
 
 
@@ -326,7 +333,7 @@ def encoded_batches(source, texts, encoding, threads):
     ahead = collections.deque()
     with ThreadPoolExecutor(threads) as pool:
         for batch, whole in batches(texts):
-            ahead.append((pool.submit(encode_batch, encoding, batch), whole and source.position()))
+            ahead.append((pool.submit(encode_batch, encoding, batch), whole and source.at))
             if len(ahead) > 2 * threads:
                 future, position = ahead.popleft()
                 yield future.result(), position
@@ -377,11 +384,6 @@ class Shards:
             path = self.growing
             self.files[path.stem] = {"tokens": self.tokens, "sha256": file_sha256(path)}
             self.file, self.tokens = None, 0
-
-    def close(self):
-        with contextlib.suppress(OSError):  # a full disk fails the last flush too
-            if self.file is not None:
-                self.file.close()
 
     def sync(self):
         if self.file is not None:
@@ -501,8 +503,6 @@ def prepare(source, request, encoding, out, threads):
             writer.finish()
         checkpoint()
     finally:
-        for writer in shards.values():
-            writer.close()
         if not (out / "progress.json").exists():  # nothing to go on from
             for path in out.glob("*.part"):
                 path.unlink()
@@ -520,8 +520,8 @@ def prepare(source, request, encoding, out, threads):
 
 
 def number(text):
-    value = float(text)
-    if value != int(value) or value < 1:
+    value = float(text)  # 2.5e9 is a number of tokens too
+    if not 1 <= value < 2**53 or value % 1:
         raise ValueError
     return int(value)
 
@@ -535,9 +535,11 @@ def main(argv=None):
     parser.add_argument("--val-frac", type=float, default=0.01, help="of the documents; default: %(default)s")
     parser.add_argument("--test-frac", type=float, default=0.01, help="of the documents; default: %(default)s")
     parser.add_argument("--shard-tokens", type=number, default=100_000_000, help="tokens a shard; default: %(default)s")
-    parser.add_argument("--threads", type=number, default=min(os.cpu_count(), 16), help="default: %(default)s")
+    parser.add_argument("--threads", type=number, default=min(os.cpu_count() or 1, 16), help="default: %(default)s")
     parser.add_argument("--wait", action="store_true", help="where another process prepares this folder, wait for it to end")
     args = parser.parse_args(argv)
+    if args.shard_tokens >= 2**31:
+        raise UserError(f"--shard-tokens: {args.shard_tokens} does not fit a shard's header; stay below {2**31}")
     if not (args.val_frac >= 0 and args.test_frac >= 0 and args.val_frac + args.test_frac < 1):
         raise UserError(f"--val-frac {args.val_frac} and --test-frac {args.test_frac}: give two from 0 up that leave some to train")
     named = {"docs": lambda: Docs(args.threads), "fineweb-edu": FineWebEdu}

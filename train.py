@@ -106,7 +106,10 @@ def resolve(config, device, manifest):
         raise UserError(f"config key batch_tokens: {config.batch_tokens} is not a multiple of {WORLD} ranks x micro_batch "
                         f"{config.micro_batch} x context {config.context} = {WORLD * config.micro_batch * config.context}; "
                         "change --micro_batch or --batch_tokens")  # fmt: skip
-    return replace(config, tokenizer=tokenizer, vocab_size=vocab_size, dtype=pick_dtype(config, device))
+    if config.warmup_tokens >= config.max_tokens:
+        common.warn(f"config key warmup_tokens: {config.warmup_tokens} covers all of max_tokens = {config.max_tokens}: the rate will not fall again")
+    milestones = config.milestones or tuple(config.max_tokens // part for part in (8, 4, 2, 1))
+    return replace(config, milestones=milestones, tokenizer=tokenizer, vocab_size=vocab_size, dtype=pick_dtype(config, device))
 
 
 def build_model(config):
@@ -114,8 +117,8 @@ def build_model(config):
     torch.manual_seed(config.seed)
     try:
         model = GPT(ModelConfig(**{f.name: getattr(config, f.name) for f in fields(ModelConfig)}))
-    except ValueError as error:
-        raise UserError(f"config: {error}") from error
+    except (ValueError, RuntimeError) as error:  # RuntimeError: not enough memory
+        raise UserError(f"config: {str(error).splitlines()[0]}") from error
     return model.double() if config.dtype == "float64" else model
 
 
@@ -190,14 +193,23 @@ class Metrics:
 
     def write(self, **record):
         if self.file:
-            try:
-                self.file.write(json.dumps(record) + "\n")
-            except OSError as error:
-                raise UserError(f"cannot write {self.path}: {error.strerror}; the checkpoint is intact: free space, run again") from error
+            self.attempt(self.file.write, json.dumps(record) + "\n")
+
+    def sync(self):
+        """Before a checkpoint, so that a power cut takes no record of a step that it holds."""
+        self.attempt(os.fsync, self.file.fileno())
+
+    def attempt(self, function, argument):
+        try:
+            function(argument)
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}; the checkpoint is intact: free space, run again") from error
 
 
 def restore(state, model, optimizer, config, data_id, out_dir):
     """Load a checkpoint into model and optimizer; returns the number of updates done. Refuses one of another run."""
+    if missing := {"model", "optimizer", "step", "config", "data_id"} - state.keys():
+        raise UserError(f"{out_dir}/ckpt.pt has no {', '.join(sorted(missing))}: train.py did not write it; name another --out_dir")
     ours, theirs = common.identity(asdict(config)), common.identity(state["config"])
     differing = [f"{k} = {theirs.get(k)!r}, now {ours.get(k)!r}" for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
     if state["data_id"] != data_id:
@@ -222,20 +234,31 @@ def clock(seconds):
 
 def main(config, name):
     out_dir = Path(config.out_dir or f"out/{name}/{config.variant}-s{config.seed}")
-    say = (lambda text: print(f"{out_dir.name}: {text}", flush=True)) if RANK == 0 else (lambda text: None)
+
+    def say(text):
+        if RANK == 0:
+            try:
+                print(f"{out_dir.name}: {text}", flush=True)
+            except OSError:  # whoever read this is gone, or its disk is full: the run and metrics.jsonl go on
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     # ---- setup: everything that can be wrong is found before the first step
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once, when it starts
+        torch.backends.cudnn.benchmark = False
+    torch.use_deterministic_algorithms(config.deterministic)
     device = pick_device(config)
     manifest, data_id = common.check_data(config.data_dir, config.verify)
     config = resolve(config, device, manifest)
     compiled = pick_compile(config, device)
-    train_windows = common.Windows(config.data_dir, "train", config.context, config.vocab_size)
-    val_windows = common.Windows(config.data_dir, "val", config.context, config.vocab_size)
+    shards = common.find_shards(config.data_dir)
+    windows = {split: common.Windows(config.data_dir, split, config.context, config.vocab_size) for split in shards if shards[split]}
     model = build_model(config).to(device)
     optimizer = build_optimizer(model, config)
 
-    common.make_folder(out_dir, "out_dir")
-    lock = common.lock_folder(out_dir, config.wait) if RANK == 0 else None  # held until the process ends
+    if RANK == 0:
+        common.make_folder(out_dir, "out_dir")
+        lock = common.lock_folder(out_dir, config.wait)  # noqa: F841 - held until the process ends
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
@@ -266,8 +289,17 @@ def main(config, name):
 
     def save():
         if RANK == 0:
+            metrics.sync()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             common.save_checkpoint(out_dir / "ckpt.pt", {**state, "config": asdict(config), "data_id": data_id})
+
+    def stop_unless_finite(step, why, *values):
+        """All ranks have the same values, and stop together."""
+        if not all(map(math.isfinite, values)):
+            metrics.write(kind="diverged", step=step, tokens=step * config.batch_tokens, why=why)
+            ids = common.batch_windows(config.seed, step - 1, batch, len(windows["train"])).tolist()
+            raise UserError(f"{out_dir}: update {step} is not finite ({why}); its window ids {ids}; the weights before it were kept as of "
+                            "the last checkpoint: lower --lr, or look at these windows")  # fmt: skip
 
     stop_signals = []
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -283,11 +315,11 @@ def main(config, name):
     first, started, spent, since = step, time.perf_counter(), 0.0, step  # spent: seconds of updates since the last log line
     while step < last:
         began = time.perf_counter()
-        ids = common.batch_windows(config.seed, step, batch, len(train_windows))[RANK * share : (RANK + 1) * share]
+        ids = common.batch_windows(config.seed, step, batch, len(windows["train"]))[RANK * share : (RANK + 1) * share]
         total = 0.0
         for i in range(passes):
             part = ids[i * config.micro_batch : (i + 1) * config.micro_batch]
-            idx, targets = fetch(train_windows, part, device, f"update {step + 1}")
+            idx, targets = fetch(windows["train"], part, device, f"update {step + 1}")
             with net.no_sync() if WORLD > 1 and i < passes - 1 else nullcontext():  # gradients meet once an update
                 with autocast():
                     _, loss = net(idx, targets)
@@ -298,11 +330,7 @@ def main(config, name):
             group["lr"] = learning_rate(step, config)
         # one wait for the device an update: the mean loss over the global batch, and whether any rank was told to stop
         loss, told = all_reduce([float(total) / WORLD, float(len(stop_signals))], device)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            why = f"loss {loss}, gradient norm {float(grad_norm)}"
-            metrics.write(kind="diverged", step=step + 1, tokens=(step + 1) * config.batch_tokens, why=why)
-            raise UserError(f"{out_dir}: update {step + 1} is not finite ({why}); rank 0's window ids {ids.tolist()}; the weights before it were "
-                            "kept as of the last checkpoint: lower --lr, or look at these windows")  # fmt: skip
+        stop_unless_finite(step + 1, f"loss {loss}, gradient norm {float(grad_norm)}", loss, grad_norm)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         step += 1
@@ -317,12 +345,12 @@ def main(config, name):
             say(f"step {step}/{last}  loss {loss:.4f}  lr {lr:.2e}  grad {float(grad_norm):.2f}  {rate:,.0f} tokens/s  {clock(left)} left")
             spent, since = 0.0, step
         if step in milestones or (config.eval_interval and step % config.eval_interval == 0):
-            val_nll = evaluate(model, val_windows, config, device, autocast)
+            val_nll = evaluate(model, windows["val"], config, device, autocast)
+            stop_unless_finite(step, f"validation {val_nll}", val_nll)
             metrics.write(kind="eval", step=step, tokens=tokens, val_nll=val_nll)
             say(f"step {step}/{last}  validation {val_nll:.4f} nats a token")
-        if step == last and common.find_shards(config.data_dir)["test"]:
-            test_windows = common.Windows(config.data_dir, "test", config.context, config.vocab_size)
-            test_nll = evaluate(model, test_windows, config, device, autocast)
+        if step == last and "test" in windows:
+            test_nll = evaluate(model, windows["test"], config, device, autocast)
             metrics.write(kind="test", step=step, tokens=tokens, test_nll=test_nll)
             say(f"step {step}/{last}  test {test_nll:.4f} nats a token")
         if step % config.checkpoint_interval == 0 or step == last or told:

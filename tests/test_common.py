@@ -26,7 +26,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # several threads only spin on mod
 KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 MODEL_KEYS = {field.name: field for field in dataclasses.fields(ModelConfig)}
 MACHINE = {"data_dir", "verify", "stop_tokens", "milestones", "eval_interval", "log_interval", "checkpoint_interval", "out_dir",
-           "device", "compile", "micro_batch", "wait"}
+           "device", "compile", "micro_batch", "wait", "deterministic"}
 MAY_BE_ZERO = {"vocab_size", "seed", "stop_tokens", "warmup_tokens", "min_lr_ratio", "weight_decay", "adam_eps", "grad_clip", "eval_interval"}
 
 
@@ -145,11 +145,14 @@ def test_numbers_below_zero_are_refused_and_zero_only_where_it_means_something(n
 
 
 def test_settings_that_cannot_fit_together_are_refused():
-    with pytest.raises(UserError, match=r"^config key milestones: 20 is beyond the schedule's end, max_tokens = 10;"):
-        TrainConfig(max_tokens=10, milestones=(5, 20))
-    with pytest.raises(UserError, match=r"^config key stop_tokens: 11 is beyond the schedule's end, max_tokens = 10;"):
-        TrainConfig(max_tokens=10, milestones=(), stop_tokens=11)
-    assert TrainConfig(max_tokens=10, milestones=(10,), stop_tokens=10).stop_tokens == 10
+    fits = dict(max_tokens=10, milestones=(5, 10), stop_tokens=10)
+    assert TrainConfig(**fits).stop_tokens == 10
+    for name, value in dict(milestones=(5, 20), stop_tokens=20).items():
+        with pytest.raises(UserError, match=rf"^config key {name}: 20 is beyond the schedule's end, max_tokens = 10;"):
+            TrainConfig(**(fits | {name: value}))
+    assert TrainConfig(seed=2**32 - 1).seed == 2**32 - 1 and len(batch_windows(2**32 - 1, 0, 4, 17)) == 4
+    with pytest.raises(UserError, match="^config key seed: 4294967296 must be below"):
+        TrainConfig(seed=2**32)
     with pytest.raises(UserError, match="^config key betas"):
         TrainConfig(betas=(0.9, 1.0))
     for name, value in dict(dtype="float16", compile="yes", tokenizer="gpt4").items():
@@ -327,8 +330,22 @@ def test_a_manifest_without_what_a_run_needs_is_named(name, folder):
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=rf"manifest\.json: has no '{name}'"):
         common.check_data(folder)
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(UserError, match=r"cannot read .*manifest\.json"):
+    for content in ("{", "[]", "\xff"):
+        (folder / "manifest.json").write_text(content, encoding="latin-1")
+        with pytest.raises(UserError, match=r"cannot read .*manifest\.json"):
+            common.check_data(folder)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(vocab_size="257"), "'vocab_size' is '257', not of type int"),
+    (dict(files=[]), r"'files' is \[\], not of type dict"),
+    (dict(files={"train_000000.bin": 43}), r"train_000000\.bin has no tokens or sha256"),
+    (dict(files={"train_000000.bin": {"tokens": 43}}), r"train_000000\.bin has no tokens or sha256"),
+])  # fmt: skip
+def test_a_manifest_that_was_written_otherwise_is_named(change, message, folder):
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").write_text(json.dumps(manifest | change))
+    with pytest.raises(UserError, match=rf"manifest\.json: {message}; prepare the data again"):
         common.check_data(folder)
 
 
@@ -502,13 +519,44 @@ def test_a_full_disk_at_a_checkpoint_is_one_line_and_keeps_the_earlier_one(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"] and common.load_checkpoint(tmp_path)["step"] == 1
 
 
+def test_a_warning_comes_once_from_several_ranks(capsys, monkeypatch):
+    for rank, line in [(None, True), ("0", True), ("1", False)]:
+        monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
+        common.warn("mind X")
+        assert capsys.readouterr() == ("", "warning: mind X\n" if line else "")
+
+
+def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capsys):
+    def unsupported(file, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(common.fcntl, "flock", unsupported)
+    common.lock_folder(tmp_path)
+    assert capsys.readouterr().err == f"warning: {tmp_path} cannot be locked (No locks available); make sure that no other process uses it\n"
+
+
 def test_the_checkpoint_before_stays_beside_the_newest(tmp_path):
     assert common.load_checkpoint(tmp_path) is None
     for step in (1, 2, 3):
         common.save_checkpoint(tmp_path / "ckpt.pt", {"step": step})
     assert {path.name: torch.load(path, weights_only=True)["step"] for path in tmp_path.iterdir()} == {"ckpt.pt": 3, "ckpt.prev.pt": 2}
-    (tmp_path / "ckpt.pt").unlink()  # killed between the two renames
+    (tmp_path / "ckpt.pt").rename(tmp_path / "ckpt.new.pt")  # killed between the two renames
     assert common.load_checkpoint(tmp_path)["step"] == 2
+    (tmp_path / "ckpt.prev.pt").write_bytes(b"")
+    assert common.load_checkpoint(tmp_path)["step"] == 3
+
+
+def test_a_folder_whose_checkpoints_are_all_damaged_is_not_trained_over(tmp_path, capsys):
+    for step in (1, 2):
+        common.save_checkpoint(tmp_path / "ckpt.pt", {"step": step})
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-10])
+    with pytest.raises(UserError, match=r"no checkpoint that can be read \(ckpt\.pt and ckpt\.prev\.pt damaged\)"):
+        common.load_checkpoint(tmp_path)
+    assert [line.split(" is damaged")[0] for line in capsys.readouterr().err.splitlines()] == [f"warning: {tmp_path / name}" for name in ("ckpt.pt", "ckpt.prev.pt")]
+    torch.save([1], tmp_path / "ckpt.pt")
+    with pytest.raises(UserError, match=r"no checkpoint that can be read"):
+        common.load_checkpoint(tmp_path)
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path):
@@ -526,10 +574,12 @@ def test_a_metrics_line_that_a_kill_cut_short_is_left_out(tmp_path):
 
 
 def test_a_users_error_is_one_line_and_status_2(capsys, monkeypatch):
-    """Of several ranks rank 0 speaks, but each for what it met alone."""
+    """Of several ranks rank 0 speaks, but each for what it met alone; who does not speak leaves the others the time to."""
     def fail(kind):
         raise kind("file X: mend it")
 
+    slept = []
+    monkeypatch.setattr(common.time, "sleep", slept.append)
     assert common.or_exit(int, "3") == 3
     for rank, kind, line in [(None, UserError, True), ("0", UserError, True), ("1", UserError, False), ("1", common.RankError, True)]:
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
@@ -537,6 +587,8 @@ def test_a_users_error_is_one_line_and_status_2(capsys, monkeypatch):
             common.or_exit(fail, kind)
         assert exit.value.code == 2
         assert capsys.readouterr() == ("", "error: file X: mend it\n" if line else "")
+        assert len(slept) == (not line)
+        slept.clear()
     with pytest.raises(ZeroDivisionError):  # our own faults keep their traceback
         common.or_exit(lambda: 1 / 0)
 
