@@ -43,6 +43,8 @@ def parse(argv):
     while argv:
         word = argv.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
+        if name == "variant":
+            raise UserError("command line: bench.py compares several: --variants=prenorm,block,rd")
         if not word.startswith("--") or name not in known:
             rest.append(word)
         elif not equals and (not argv or argv[0].startswith("--")):

@@ -41,6 +41,9 @@ def or_exit(function, *arguments):
         else:
             time.sleep(2)  # the first rank to end ends all under torchrun: let rank 0 speak
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on from what is complete", file=sys.stderr, flush=True)
+        sys.exit(130)
 
 
 def run_main(main):
@@ -150,7 +153,7 @@ def get_tokenizer(name):
         # One token a byte. The pattern only says where tiktoken cuts the text; short pieces keep its merge loop linear.
         return tiktoken.Encoding(
             "bytes",
-            pat_str=r"[\s\S]{1,32}",
+            pat_str=r"[\s\S]{1,256}",
             mergeable_ranks={bytes([byte]): byte for byte in range(256)},
             special_tokens={END_OF_TEXT: 256},
         )

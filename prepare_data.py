@@ -56,7 +56,7 @@ class Source:
     at = None  # where a source that can seek stands
 
 
-# ---- source: docstrings of what is installed anyway --------------------------------------------------------------------
+# ---- source: docstrings of what is installed anyway ------------------------------------------------------------------
 
 PYTHON = "3.11"
 DISTRIBUTIONS = {  # pinned by the requirements; those with much text
@@ -123,7 +123,7 @@ class Docs(Source):
                         yield text
 
 
-# ---- source: local files -------------------------------------------------------------------------------------------------
+# ---- source: local files ---------------------------------------------------------------------------------------------
 
 
 def read_lines(path, limit=-1):
@@ -238,7 +238,7 @@ class Files(Source):
             yield from READERS[path.suffix](path)
 
 
-# ---- source: FineWeb-Edu from the hub --------------------------------------------------------------------------------------
+# ---- source: FineWeb-Edu from the hub --------------------------------------------------------------------------------
 
 
 class FineWebEdu(Source):
@@ -266,7 +266,7 @@ class FineWebEdu(Source):
                             f"again, or fetch its sample/10BT/*.parquet elsewhere and give them: --source FILE.parquet ...") from error  # fmt: skip
 
 
-# ---- documents -> tokens ---------------------------------------------------------------------------------------------------
+# ---- documents -> tokens ---------------------------------------------------------------------------------------------
 
 BOUNDARY = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
@@ -341,7 +341,7 @@ def encoded_batches(source, texts, encoding, threads):
             yield future.result(), position
 
 
-# ---- shards ------------------------------------------------------------------------------------------------------------------
+# ---- shards ----------------------------------------------------------------------------------------------------------
 
 
 class Shards:
@@ -391,7 +391,7 @@ class Shards:
             os.fsync(self.file.fileno())
 
 
-# ---- the preparation ---------------------------------------------------------------------------------------------------------
+# ---- the preparation -------------------------------------------------------------------------------------------------
 
 
 def split_of(digest, request):

@@ -103,7 +103,7 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
 
 
-# ---- tokens --------------------------------------------------------------------------------------------------------------
+# ---- tokens ----------------------------------------------------------------------------------------------------------
 
 TRICKY = [
     "It's <|endoftext|> as text, <|fim_prefix|> too.", "naïve 日本語 \U0001f600 \u2003wide\u00a0spaces \x1c\x1d controls\r\n\r\n",
@@ -201,7 +201,7 @@ def test_a_text_file_is_cut_at_blank_lines(tmp_path):
     assert sum(text.split("\n")[0] in {p.split("\n")[0] for p in paragraphs} for text in documents) >= len(documents) - 3
 
 
-# ---- splits --------------------------------------------------------------------------------------------------------------
+# ---- splits ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_text_alone_decides_the_split(tmp_path):
@@ -248,13 +248,15 @@ def test_max_tokens_ends_with_the_document_that_reaches_it(tmp_path, monkeypatch
 def test_two_preparations_are_the_same_to_the_byte(tmp_path):
     documents = some_documents(100)
     for place in ("here", "there"):
-        (tmp_path / place).mkdir()
+        (tmp_path / place / "out").mkdir(parents=True)
+        if place == "there":  # one that was killed before its first full shard leaves no trace
+            (tmp_path / place / "out/val_000007.bin.part").write_bytes(b"begun")
         write_jsonl(tmp_path / place / "a.jsonl", documents)
         prepare(tmp_path / place / "out", tmp_path / place / "a.jsonl", threads=1 if place == "here" else 3)
     assert contents(tmp_path / "here/out") == contents(tmp_path / "there/out")
 
 
-# ---- killed, again, at once ------------------------------------------------------------------------------------------------
+# ---- killed, again, at once ------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -411,7 +413,7 @@ def test_a_full_disk_costs_no_full_shard(tmp_path):
     assert contents(tmp_path / "cut") == whole and all(whole[name] == data for name, data in full.items() if name.endswith(".bin"))
 
 
-# ---- FineWeb-Edu ---------------------------------------------------------------------------------------------------------------
+# ---- FineWeb-Edu -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -469,7 +471,7 @@ def test_without_the_hub_it_says_how_to_bring_files(tmp_path, monkeypatch):
     assert contents(tmp_path / "out") == {}
 
 
-# ---- docs ----------------------------------------------------------------------------------------------------------------------
+# ---- docs ------------------------------------------------------------------------------------------------------------
 
 
 def test_docstrings_in_order_from_everywhere(tmp_path):
@@ -512,7 +514,7 @@ def test_docs_reads_what_the_requirements_pin():
     assert prepare_data.DISTRIBUTIONS.items() <= pinned.items()
 
 
-# ---- bad input -------------------------------------------------------------------------------------------------------------------
+# ---- bad input -------------------------------------------------------------------------------------------------------
 
 
 def parquet(path, **columns):
@@ -611,7 +613,7 @@ def test_errors_are_one_line_and_a_status(tmp_path, gpt2_vocabulary, monkeypatch
         assert name in done.stderr
 
 
-# ---- memory, start ---------------------------------------------------------------------------------------------------------------
+# ---- memory, start ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak is read from /proc")

@@ -1,0 +1,197 @@
+"""bench.py counts and compares rightly: bytes kept, bytes that reads move, intervals; and it runs end to end at a tiny size."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import bench
+import common
+from model import GPT, DepthRead, ModelConfig
+from test_common import ENV, ROOT, write_folder
+
+TINY = ["--n_layer=2", "--d_model=16", "--n_head=2", "--d_mlp=24", "--n_blocks=2", "--context=16", "--micro_batch=2", "--batch_tokens=64",
+        "--vocab_size=50", "--device=cpu", "--compile=false"]  # two passes an update
+
+
+def config_of(*flags):
+    return bench.parse([*TINY, "--data_dir=nowhere", *flags])[1]
+
+
+def run(*flags):
+    """bench.py in this process, at the tiny size."""
+    argv = [*TINY, *flags]
+    return bench.main(*bench.parse(argv), argv)
+
+
+def test_end_to_end(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(bench, "child", lambda *_: {"rss": 300 * 2**20})  # its own test starts the process
+    path = tmp_path / "new folder" / "b.json"
+    assert run("--data_dir=nowhere", "--rounds=2", "--warmup=1", "--variants=plain,prenorm,block,rd", f"--json={path}") == 0
+    report = json.loads(path.read_text())
+    assert {"name", "device", "versions", "config", "options", "rows", "ratios", "reads", "copy_bytes_per_s", "loader"} <= report.keys()
+    assert [row["variant"] for row in report["rows"]] == ["plain", "prenorm", "block", "rd"]
+    for row in report["rows"]:
+        assert row["step_ms"] > 0 and len(row["step_ms_all"]) == 2 and row["saved_bytes"] > 0
+        assert row["tokens_per_s"] == pytest.approx(64e3 / row["step_ms"])
+        assert row["compile_s"] is None and row["cuda_peak_bytes"] is None and row["mfu"] is None
+        assert row["peak_rss_bytes"] == 300 * 2**20
+    assert [r["pair"] for r in report["ratios"]] == ["rd/block", "block/prenorm", "rd/prenorm", "prenorm/plain"]
+    for r in report["ratios"]:
+        assert 0 < r["low"] <= r["ratio"] <= r["high"]
+    assert report["config"]["vocab_size"] == 50 and report["loader"] is None
+    assert [path.name for path in path.parent.iterdir()] == ["b.json"]
+    shown = capsys.readouterr().out
+    assert "rd/block" in shown and max(map(len, shown.splitlines())) <= 100
+
+
+def test_the_loader_is_timed_where_there_is_data(tmp_path):
+    write_folder(tmp_path, train_000000=[1] * 200, val_000000=[1] * 40, vocab_size=50)
+    config = bench.settle(config_of(f"--data_dir={tmp_path}"), torch.device("cpu"))
+    found = bench.time_loader(config, torch.device("cpu"), 0.5)
+    assert found["ms"] > 0 and found["share"] == pytest.approx(found["ms"] / 500)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--variants=rd,blokc"], "'blokc' is none of plain, prenorm, block"), (["--variant=rd"], "--variants=prenorm,block,rd"), (["--round=3"], "unknown key 'round'"),
+    (["--rounds=1"], "--rounds=1 must be"), (["--rounds=many"], "--rounds=many must be"), (["--json"], "--json wants a value"),
+    (["--clock=sun"], "none of wall, cpu"), (["--batch_tokens=65"], "batch_tokens: 65 is not a multiple"), (["--n_head=3"], "n_head = 3"),
+    (["--n_blocks=3"], "n_blocks = 3"), (["absent.toml"], "absent.toml"),
+])  # fmt: skip
+def test_a_mistake_is_named(flags, words):
+    with pytest.raises(common.UserError) as caught:
+        argv = [*flags[: flags[0].endswith("toml")], *TINY, "--data_dir=nowhere", *flags[flags[0].endswith("toml") :]]
+        bench.main(*bench.parse(argv), argv)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_mistake_is_one_line():
+    done = subprocess.run([sys.executable, ROOT / "bench.py", "--round=3"], capture_output=True, text=True, env=ENV)
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "error: command line: unknown key 'round'; see train.py --help\n")
+
+
+def test_resident_memory_of_a_child():
+    options, _, _ = bench.parse(TINY)
+    found = bench.child(options, [*TINY, "--data_dir=nowhere"], "rd", "rss")["rss"]
+    assert found is None if not Path("/proc").exists() else 50e6 < found < 5e9
+
+
+def test_saved_bytes():
+    x, w = torch.randn(10, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    assert bench.saved_bytes(lambda: x @ w) == 4 * (40 + 16)
+    assert bench.saved_bytes(lambda: x @ w, [w]) == 4 * 40
+    assert bench.saved_bytes(lambda: (x * x[:1]).sum()) == 4 * 40  # x and a view of it: one storage
+    assert bench.saved_bytes(lambda: (x @ w).exp().sin().sum(), [w]) == 4 * (40 + 40)  # x and exp's result, which sin keeps too
+    assert bench.saved_bytes(lambda: x + 1) == 0
+
+
+def test_read_bytes_against_a_hand_count():
+    # forward: 3 sources in, 2 mixtures out; backward: 3 sources and 2 gradients in, 3 gradients out: 13 of 2 x 5 x 7 x 4 bytes
+    assert bench.read_bytes(3, 2, 2, 5, 7, 4) == 13 * 280
+    config = config_of()  # L 2, N 2, S 2: attention b0; MLP b0, p; attention b0, b1; MLP b0, b1, p; final b0, b1, b2
+    assert bench.reads(config, "rd") == [(1, 2), (2, 1), (2, 2), (3, 1), (3, 1)]
+    assert bench.reads(config, "prenorm") == [(1, 0)] * 5
+    assert bench.step_bytes(config, "rd", 4) == (3 * (1 + 2 + 2 + 3 + 3) + 2 * 7) * 64 * 16 * 4  # batch_tokens 64, D 16, float32
+    assert bench.step_bytes(config, "rd", 4) - bench.step_bytes(config, "block", 4) == 2 * 2 * 64 * 16 * 4  # one more route in two layers
+
+
+@pytest.mark.parametrize("L, N, variant", [(3, 6, "rd"), (3, 2, "q_k_v"), (3, 1, "block"), (4, 2, "rd")])
+def test_reads_are_the_models(L, N, variant):
+    sizes = dict(vocab_size=50, n_layer=L, n_head=2, d_model=16, d_mlp=24, context=16, n_blocks=N)
+    routes = GPT(ModelConfig(variant=variant, **sizes)).routes(torch.zeros(1, 4, dtype=torch.long))
+    expected = []
+    for layer in routes:
+        attention = [alphas.shape[0] for group, alphas in layer.items() if group not in ("mlp", "final")]
+        expected += [(attention[0], len(attention))] if attention else []
+        expected += [(alphas.shape[0], 1) for group, alphas in layer.items() if group in ("mlp", "final")]
+    assert bench.reads(config_of(f"--n_layer={L}", f"--n_blocks={N}"), variant) == expected
+
+
+def test_the_stacked_read_is_the_same_read():
+    read = DepthRead(ModelConfig(vocab_size=50, n_head=2, d_model=16, variant="rd"), ("qk", "v")).double()
+    for parameter in read.parameters():
+        torch.nn.init.normal_(parameter)
+    states = [torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True) for _ in range(4)]
+    inputs, gradients = [*states, *read.parameters()], [torch.randn(2, 5, 16, dtype=torch.float64) for _ in range(2)]
+    ours, stacked = bench.our_read(read, states), bench.stacked_read(read, states)
+    torch.testing.assert_close(ours, stacked, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.autograd.grad(ours, inputs, gradients), torch.autograd.grad(stacked, inputs, gradients), rtol=1e-9, atol=1e-9)
+
+
+def test_the_plain_trunk_is_about_equal():
+    """Within 1 % of prenorm's parameters once the table of positions is left out; causal; its gradient reaches everything."""
+    config = bench.parse([str(ROOT / "configs" / "bench.toml")])[1]
+    plain, prenorm = bench.PlainGPT(config), GPT(bench.train_to_model(config, "prenorm"))
+    count = [sum(p.numel() for name, p in m.named_parameters() if "pos_emb" not in name) for m in (plain, prenorm)]
+    assert abs(count[0] / count[1] - 1) < 0.01
+    config = config_of()
+    plain, ids = bench.PlainGPT(config), torch.randint(50, (2, 16))
+    targets = torch.full((2, 16), -100)
+    targets[:, 3] = 7
+    loss, changed = plain(ids, targets)[1], torch.cat([ids[:, :4], (ids[:, 4:] + 1) % 50], 1)
+    assert torch.allclose(loss, plain(changed, targets)[1], atol=1e-6) and loss > 0
+    loss.backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in plain.parameters())
+
+
+def test_the_interval_covers():
+    """Of the ratio of medians of two step times that share the machine's slow moments, whose truth is 1.25: most of the time."""
+    rng, hits, trials = np.random.default_rng(1), 0, 60
+    for _ in range(trials):
+        slow = 1 + rng.exponential(0.3, 40)
+        ratio, low, high = bench.ratio_interval(slow * rng.normal(1, 0.02, 40), 1.25 * slow * rng.normal(1, 0.02, 40), draws=500)
+        assert low <= ratio <= high
+        hits += low <= 1.25 <= high
+    assert hits >= 0.88 * trials
+    assert bench.ratio_interval([2.0] * 5, [3.0] * 5) == (1.5, 1.5, 1.5)
+
+
+def test_flops():
+    config = config_of()
+    model = GPT(bench.train_to_model(config, "block"))
+    matrices = 64 * 16 + 2 * (4 * 16 * 16 + 3 * 16 * 24)  # the head; qkv, out, gate_up, down of two layers
+    assert bench.flops_a_token(config, model) == 6 * matrices + 12 * 2 * 16 * 16
+    assert bench.peak_flops(config, torch.device("cpu")) is None
+
+
+def test_one_step_is_trains(tmp_path):
+    """The weights after one update over two passes equal a plain AdamW step on the mean gradient, clipped."""
+    config = bench.settle(config_of("--dtype=float64", "--grad_clip=0.1"), torch.device("cpu"))
+    entrant, plain = (bench.Entrant("rd", config, torch.device("cpu"), False) for _ in range(2))
+    entrant.step()
+    idx, targets = (torch.cat(parts) for parts in zip(*plain.batches))
+    plain.model(idx, targets)[1].backward()
+    gradients = [p.grad for p in plain.model.parameters() if p.grad is not None]
+    norm = torch.stack([g.norm() for g in gradients]).norm()
+    assert norm > 0.1
+    for g in gradients:
+        g.mul_(0.1 / norm)
+    plain.optimizer.step()
+    for (name, got), expected in zip(entrant.model.named_parameters(), plain.model.parameters()):
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_scaling_grid():
+    grid = bench.grid(config_of("--n_layer=4", "--n_blocks=4"))
+    assert {key: [getattr(c, key) for c in configs] for key, configs in grid.items()} == {
+        "n_layer": [2, 4, 8], "n_blocks": [1, 2, 4, 8], "d_model": [8, 16, 32]}  # fmt: skip
+
+
+def test_two_ranks(tmp_path):
+    options, _, _ = bench.parse([*TINY, "--rounds=2"])
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    row = bench.child(options, [*TINY, "--data_dir=nowhere"], "rd", "ranks", launcher)
+    assert row["ranks"] == 2 and row["step_ms"] > 0 and row["collective_share"] < 1
+
+
+@pytest.mark.parametrize("name", ["bench", "xs"])
+def test_configs_fit_train(name):
+    """Updates and milestones are whole numbers of each other, and the model builds."""
+    config = bench.parse([str(ROOT / "configs" / f"{name}.toml")])[1]
+    assert config.batch_tokens % (config.micro_batch * config.context) == 0
+    assert all(tokens % config.batch_tokens == 0 for tokens in (config.max_tokens, config.warmup_tokens, *config.milestones))
+    assert config.milestones[-1] == config.max_tokens
+    GPT(bench.train_to_model(config, "rd"))
