@@ -1,10 +1,11 @@
-# make demo: text -> paired comparison of block and rd, on the CPU.   make test: the tests.   Both set up .venv first.
+# make demo: text -> paired comparison of block and rd, on the CPU.   make test: the tests.   make soak: kill a run at random
+# moments (make soak SOAK="--kills 200 --seed 7").   All set up .venv first.
 PYTHON ?= python3
 BIN := .venv/bin
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
-.PHONY: demo test clean
+.PHONY: demo test soak clean
 demo: .venv/runtime
 	$(BIN)/python prepare_data.py --source docs --tokenizer bytes --out data/docs-bytes --wait
 	PATH="$(CURDIR)/$(BIN):$$PATH" JOBS=2 OMP_NUM_THREADS=1 runs/pairs.sh configs/demo.toml "block rd" "1 2 3" --device=cpu
@@ -12,6 +13,9 @@ demo: .venv/runtime
 
 test: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+
+soak: .venv/test
+	$(BIN)/python tests/soak.py $(SOAK)
 
 .venv/runtime: requirements.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "error: Python 3.11 or newer is needed; name one with: make PYTHON=python3.11 ...")'

@@ -51,6 +51,16 @@ def run_main(main):
     sys.exit(or_exit(main))
 
 
+def log(message):
+    """One line on stdout, from rank 0 alone. Where nobody can take it any more - its reader has gone, the disk under it is full -
+    the run goes on without."""
+    if os.environ.get("RANK", "0") == "0":
+        try:
+            print(message, flush=True)
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
 def warn(message):
     """One line on stderr; of several ranks rank 0's alone."""
     if os.environ.get("RANK", "0") == "0":

@@ -236,11 +236,7 @@ def main(config, name):
     out_dir = Path(config.out_dir or f"out/{name}/{config.variant}-s{config.seed}")
 
     def say(text):
-        if RANK == 0:
-            try:
-                print(f"{out_dir.name}: {text}", flush=True)
-            except OSError:  # whoever read this is gone, or its disk is full: the run and metrics.jsonl go on
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        common.log(f"{out_dir.name}: {text}")
 
     # ---- setup: everything that can be wrong is found before the first step
     if config.deterministic:
@@ -258,7 +254,7 @@ def main(config, name):
 
     if RANK == 0:
         common.make_folder(out_dir, "out_dir")
-        lock = common.lock_folder(out_dir, config.wait)  # noqa: F841 - held until the process ends
+        lock = common.lock_folder(out_dir, config.wait)  # held until the process ends
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
@@ -268,6 +264,8 @@ def main(config, name):
     state = common.load_checkpoint(out_dir, device)
     step = restore(state, model, optimizer, config, data_id, out_dir) if state else 0
     del state
+    if all_reduce([step], device) != [step * WORLD]:
+        raise UserError(f"out_dir: the ranks found different checkpoints in {out_dir}; it must lie where all of them see it")
     last = updates(config.stop_tokens or config.max_tokens, config)
     if step >= last:
         say(f"finished: {step} updates, {step * config.batch_tokens:,} tokens; nothing to do")

@@ -334,6 +334,16 @@ def test_one_rank_killed_ends_all_within_a_minute_and_the_run_goes_on(data, solo
     assert_close(rest.state["model"], solo.state["model"])
 
 
+def test_ranks_that_see_different_checkpoints_do_not_start(data, tmp_path, monkeypatch):
+    """A run folder on one node's own disk: after a restart the other nodes would be at step 0, and nothing would say so."""
+    run(data, tmp_path / "out", stop_tokens=2 * UPDATE)
+    monkeypatch.setattr(train, "all_reduce", lambda values, device: [2])  # at steps 2 and 0
+    monkeypatch.setattr(train, "build_optimizer", (lambda build: lambda *a: monkeypatch.setattr(train, "WORLD", 2) or build(*a))(train.build_optimizer))
+    monkeypatch.setattr(train, "dist", types.SimpleNamespace(init_process_group=lambda kind: None, barrier=lambda: None))
+    with pytest.raises(UserError, match="^out_dir: the ranks found different checkpoints in .*out; it must lie where all of them see it"):
+        run(data, tmp_path / "out")
+
+
 def test_a_rank_that_is_not_to_speak_waits_for_rank_0_to_have_spoken(monkeypatch, capsys):
     """Torchrun ends all ranks at the first one's end; rank 0 may be slower than that."""
     slept = []
@@ -667,7 +677,7 @@ def test_nothing_from_preparation_to_sampling_asks_for_a_network(tmp_path):
 
 # ---- bounds ----
 
-LONG = dict(n_layer=1, d_model=4, n_head=1, d_mlp=4, n_blocks=1, context=8, batch_tokens=8, micro_batch=1, max_tokens=5000 * 8, milestones=(), warmup_tokens=0,
+LONG = dict(variant="prenorm", n_layer=1, d_model=4, n_head=1, d_mlp=4, n_blocks=1, context=8, batch_tokens=8, micro_batch=1, max_tokens=5000 * 8, milestones=(), warmup_tokens=0,
             eval_tokens=8, eval_interval=100, checkpoint_interval=250, dtype="float32", lr=1e-4)  # fmt: skip
 
 
@@ -681,15 +691,15 @@ def held():
 
 
 def look_at_what_is_held():
-    """At the starts of updates 1,000 and 5,000."""
-    rate = train.learning_rate
+    """In updates 1,000 and 5,000."""
+    order = common.batch_windows
 
-    def look(step, config):
+    def look(seed, step, batch, n_windows):
         if step + 1 in (1000, 5000):
             print("held", *held())
-        return rate(step, config)
+        return order(seed, step, batch, n_windows)
 
-    train.learning_rate = look
+    common.batch_windows = look
 
 
 def long_run(folder, out):
