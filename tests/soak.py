@@ -3,10 +3,10 @@
     make soak                                        # 24 kills
     python tests/soak.py --kills 200 --seed 7
 
-Each life is `train.py` with the same command line in a process of its own, ended by SIGKILL: in turn at
-any moment after its first update, inside an update, an evaluation, a checkpoint's writing, and while it starts. When a run has come to its end, weights, optimizer
-state and metrics (but tokens_per_s) must equal, bitwise, those of an uninterrupted run; then another run begins, until there have
-been enough kills. Exit status 0 if all are equal.
+Each life is `train.py` with the same command line in a process of its own, ended by SIGKILL: in turn at any moment after its first
+update, inside an update, an evaluation, a checkpoint's writing, and while it starts. When a run has come to its end, weights,
+optimizer state and metrics (but tokens_per_s) must equal, bitwise, those of an uninterrupted run; then another run begins, until
+there have been enough kills. Exit status 0 if all are equal.
 """
 import argparse
 import collections

@@ -26,17 +26,16 @@ import time
 import types
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 import common
 import diagnose
 import train
-from common import TrainConfig, UserError
+from common import UserError
 from test_common import ENV, ROOT, write_folder
 from test_train import (CONTEXT, TINY, UPDATE, VOCAB, arguments, assert_close, assert_same, assert_same_run, config_for,  # noqa: F401
-                        data, leave_no_trace, make_data, reading, result, run, solo, train_ids, values)  # fmt: skip
+                        data, leave_no_trace, make_data, reading, result, run, solo, train_ids)  # fmt: skip
 
 # ---- processes that may die ----
 
