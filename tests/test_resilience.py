@@ -35,7 +35,7 @@ import train
 from common import UserError
 from test_common import ENV, ROOT, write_folder
 from test_train import (CONTEXT, TINY, UPDATE, VOCAB, arguments, assert_close, assert_same, assert_same_run, config_for,  # noqa: F401
-                        data, leave_no_trace, make_data, reading, result, run, solo, train_ids)  # fmt: skip
+                        data, leave_no_trace, reading, result, run, solo, train_ids)  # fmt: skip
 
 # ---- processes that may die ----
 
