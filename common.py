@@ -234,7 +234,7 @@ def load_manifest(data_dir):
 def find_shards(data_dir):
     """{split: sorted shard paths} of a folder, by `*train*.bin`, `*val*.bin`, `*test*.bin`."""
     if not Path(data_dir).is_dir():
-        raise UserError(f"data_dir: {data_dir} is not a folder; prepare one with: python prepare_data.py --out {data_dir}")
+        raise UserError(f"data_dir: {data_dir} is not a folder; write one with prepare_data.py (see its --help), or name another with --data_dir")
     shards = {split: [] for split in SPLITS}
     for path in sorted(Path(data_dir).glob("*.bin")):
         splits = [split for split in SPLITS if split in path.name]
@@ -256,7 +256,7 @@ def check_data(data_dir, verify=False):
     manifest = load_manifest(data_dir)
     for split in ("train", "val"):
         if not shards[split]:
-            raise UserError(f"{data_dir}: has no *{split}*.bin shard; prepare it with: python prepare_data.py --out {data_dir}")
+            raise UserError(f"{data_dir}: has no *{split}*.bin shard; write a folder with prepare_data.py (see its --help), or name another with --data_dir")
     if manifest is None:
         digest = hashlib.sha256()
         for name, count in tokens.items():
@@ -369,7 +369,7 @@ class TrainConfig:
     min_lr_ratio: float = key(0.1, "final over peak learning rate, reached by a cosine", zero=True)
     weight_decay: float = key(0.1, "AdamW's, on matrices only", zero=True)
     betas: tuple[float, float] = key((0.9, 0.95), "AdamW's")
-    adam_eps: float = key(1e-8, "AdamW's", zero=True)
+    adam_eps: float = key(1e-8, "AdamW's")
     grad_clip: float = key(1.0, "global gradient norm; 0: no clipping", zero=True)
     # evaluation and reporting
     eval_tokens: int = key(2**22, "tokens of the fixed validation windows (and of the test windows at the end)")
@@ -472,7 +472,7 @@ def parse_config(argv, description):
     while rest:
         word = rest.pop(0)
         if not word.startswith("--"):
-            raise UserError(f"command line: {word!r} is not --key=value; see train.py --help")
+            raise UserError(f"command line: {word!r} is not --key=value (the one CONFIG.toml comes first); see train.py --help")
         key_name, equals, value = word[2:].partition("=")
         key_name = key_name.replace("-", "_")
         if not equals and key_name in fields:

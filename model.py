@@ -280,6 +280,8 @@ class GPT(nn.Module):
 
         caches: one dict a layer, filled and used by generation. trace: a list that collects each layer's alphas by group.
         """
+        if idx.ndim != 2 or not idx.numel():
+            raise ValueError(f"token ids of shape {tuple(idx.shape)} are not (B, T) with at least one token")
         if start + idx.shape[1] > self.config.context:
             raise ValueError(f"{start + idx.shape[1]} tokens are more than the context of {self.config.context}")
         embedding = self.tok_emb(idx)

@@ -1,6 +1,6 @@
 """Text -> token shards and manifest.json, for train.py.
 
-    python prepare_data.py --out data/docs                                              # needs no network
+    python prepare_data.py --tokenizer bytes --out data/docs-bytes                      # needs no network
     python prepare_data.py --source fineweb-edu --max-tokens 2.5e9 --out data/fineweb-edu
     python prepare_data.py --source a.jsonl b.parquet c.txt --tokenizer bytes --out data/mine
 
@@ -41,7 +41,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common import (HEADER_INTS, SPLITS, TOKENIZERS, UserError, atomic_write, file_sha256, fsync_folder, get_tokenizer,
-                    load_manifest, lock_folder, make_folder, read_json, run_main, shard_header, warn)  # fmt: skip
+                    load_manifest, lock_folder, make_folder, read_json, read_shard_header, run_main, shard_header, warn)  # fmt: skip
 
 SPLIT_RULE = "u = sha256(text)[:8] / 2**64: test if u < test_frac, val if u < test_frac + val_frac, else train"
 TXT_MIN, TXT_MAX = 2_000, 1_000_000  # bytes of a document cut from a .txt
@@ -410,6 +410,9 @@ def already(out, request):
     if manifest is None:
         return False
     refuse_other(out, manifest, request)
+    for name, entry in manifest["files"].items():
+        if not (out / name).exists() or read_shard_header(out / name) != entry["tokens"]:
+            raise UserError(f"--out: {out / name} is missing or not as {out}/manifest.json says; delete the folder to prepare it again")
     print(f"{out} is already prepared with these arguments; nothing to do")
     return True
 
@@ -522,7 +525,7 @@ def prepare(source, request, encoding, out, threads):
 def number(text):
     value = float(text)  # 2.5e9 is a number of tokens too
     if not 1 <= value < 2**53 or value % 1:
-        raise ValueError
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number above zero")
     return int(value)
 
 
@@ -548,6 +551,8 @@ def main(argv=None):
     source = named.get(args.source[0], lambda: Files(args.source))()
     request = {"source": source.about, "tokenizer": args.tokenizer, "split_rule": SPLIT_RULE, "val_frac": args.val_frac,
                "test_frac": args.test_frac, "max_tokens": args.max_tokens, "shard_tokens": args.shard_tokens}  # fmt: skip
+    if not args.out:
+        raise UserError("--out: is empty; name a folder for the shards")
     out = Path(args.out)
     if already(out, request):
         return

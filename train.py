@@ -19,6 +19,7 @@ import common
 from common import UserError
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop takes it over, Ctrl-C just ends this
     CONFIG, NAME = common.or_exit(common.parse_config, sys.argv[1:], __doc__)
 
 import numpy as np
@@ -108,7 +109,7 @@ def resolve(config, device, manifest):
                         "change --micro_batch or --batch_tokens")  # fmt: skip
     if config.warmup_tokens >= config.max_tokens:
         common.warn(f"config key warmup_tokens: {config.warmup_tokens} covers all of max_tokens = {config.max_tokens}: the rate will not fall again")
-    milestones = config.milestones or tuple(config.max_tokens // part for part in (8, 4, 2, 1))
+    milestones = config.milestones or tuple(max(1, config.max_tokens // part) for part in (8, 4, 2, 1))
     return replace(config, milestones=milestones, tokenizer=tokenizer, vocab_size=vocab_size, dtype=pick_dtype(config, device))
 
 
@@ -206,16 +207,22 @@ class Metrics:
             raise UserError(f"cannot write {self.path}: {error.strerror}; the checkpoint is intact: free space, run again") from error
 
 
+def refuse_other(theirs, their_data_id, config, data_id, out_dir):
+    """Raise UserError unless the run whose config (a dict) and data are in `out_dir` is this one."""
+    theirs = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs.items()}  # config.json has no tuples
+    ours = common.identity(asdict(config))
+    differing = [f"{k} = {theirs.get(k)!r}, now {v!r}" for k, v in ours.items() if theirs.get(k) != v]
+    if their_data_id != data_id:
+        differing.append(f"the data ({theirs.get('data_dir')}, now {config.data_dir})")
+    if differing:
+        raise UserError(f"{out_dir} holds a run with other settings: {'; '.join(differing)}; restore them or name another --out_dir")
+
+
 def restore(state, model, optimizer, config, data_id, out_dir):
     """Load a checkpoint into model and optimizer; returns the number of updates done. Refuses one of another run."""
     if missing := {"model", "optimizer", "step", "config", "data_id"} - state.keys():
         raise UserError(f"{out_dir}/ckpt.pt has no {', '.join(sorted(missing))}: train.py did not write it; name another --out_dir")
-    ours, theirs = common.identity(asdict(config)), common.identity(state["config"])
-    differing = [f"{k} = {theirs.get(k)!r}, now {ours.get(k)!r}" for k in sorted({*ours, *theirs}) if ours.get(k) != theirs.get(k)]
-    if state["data_id"] != data_id:
-        differing.append(f"the data ({state['config']['data_dir']}, now {config.data_dir})")
-    if differing:
-        raise UserError(f"{out_dir} holds a run with other settings: {'; '.join(differing)}; restore them or name another --out_dir")
+    refuse_other(state["config"], state["data_id"], config, data_id, out_dir)
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
@@ -263,6 +270,9 @@ def main(config, name):
         dist.barrier()  # rank 0 has the lock: nobody else is writing
     state = common.load_checkpoint(out_dir, device)
     step = restore(state, model, optimizer, config, data_id, out_dir) if state else 0
+    if not state and (out_dir / "config.json").exists():  # stopped before its first checkpoint, or that is lost
+        theirs = common.read_json(out_dir / "config.json")
+        refuse_other(theirs, theirs.get("data_id"), config, data_id, out_dir)
     del state
     if all_reduce([step], device) != [step * WORLD]:
         raise UserError(f"out_dir: the ranks found different checkpoints in {out_dir}; it must lie where all of them see it")

@@ -13,9 +13,14 @@ config=$1 variants=$2 seeds=$3
 shift 3
 for option in "$@"; do
     case $option in
-        --out_dir*) echo "error: $0: every run has a folder of its own; --out_dir would put them all in one" >&2; exit 2 ;;
+        --out[-_]dir*) echo "error: $0: every run has a folder of its own; --out_dir would put them all in one" >&2; exit 2 ;;
+        --seed*|--variant*) echo "error: $0: variants and seeds are its second and third argument, not $option" >&2; exit 2 ;;
     esac
 done
+if [[ ! -f $config || -z ${variants// } || -z ${seeds// } || ! ${JOBS:-1} =~ ^[1-9][0-9]*$ ]]; then
+    echo "error: $0: wants a config file, variants, seeds, and JOBS (if set) above zero; not '$config' '$variants' '$seeds' JOBS=${JOBS:-}" >&2
+    exit 2
+fi
 here=$(cd "$(dirname "$0")/.." && pwd)
 launch=(python)
 if [[ -n ${NPROC:-} ]]; then

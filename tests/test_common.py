@@ -27,7 +27,7 @@ KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 MODEL_KEYS = {field.name: field for field in dataclasses.fields(ModelConfig)}
 MACHINE = {"data_dir", "verify", "stop_tokens", "milestones", "eval_interval", "log_interval", "checkpoint_interval", "out_dir",
            "device", "compile", "micro_batch", "wait", "deterministic"}
-MAY_BE_ZERO = {"vocab_size", "seed", "stop_tokens", "warmup_tokens", "min_lr_ratio", "weight_decay", "adam_eps", "grad_clip", "eval_interval"}
+MAY_BE_ZERO = {"vocab_size", "seed", "stop_tokens", "warmup_tokens", "min_lr_ratio", "weight_decay", "grad_clip", "eval_interval"}
 
 
 def write_shard(path, tokens, count=None, magic=20240520, version=1):
@@ -273,7 +273,7 @@ def test_a_damaged_shard_is_found_before_the_run_and_named(damage, message, fold
 
 
 def test_a_folder_that_is_missing_or_has_no_train_or_val_shard_is_named(tmp_path, folder):
-    with pytest.raises(UserError, match=r"data_dir: .*nowhere is not a folder; prepare one with"):
+    with pytest.raises(UserError, match=r"data_dir: .*nowhere is not a folder; write one with"):
         common.check_data(tmp_path / "nowhere")
     for split in ("train", "val"):
         bare = write_folder(tmp_path / split, manifest=False, **{f"{'val' if split == 'train' else 'train'}_0": [1, 2, 3]})

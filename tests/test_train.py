@@ -720,6 +720,16 @@ def test_going_on_with_another_identity_key_is_refused_by_name(name, bare):
     assert {path.name: path.read_bytes() for path in bare.out.iterdir()} == before
 
 
+def test_a_run_without_a_checkpoint_is_begun_anew_but_another_is_not_put_in_its_place(data, solo, tmp_path):
+    shutil.copytree(solo.out, tmp_path / "out")
+    for path in (tmp_path / "out").glob("ckpt*.pt"):
+        path.unlink()
+    with pytest.raises(UserError, match="out holds a run with other settings: seed = .*, now 77; restore"):
+        run(data, tmp_path / "out", seed=77)
+    shutil.copytree(tmp_path / "out", tmp_path / "again")  # the refused one holds its lock as long as its error lives
+    assert_same_run(run(data, tmp_path / "again"), solo)
+
+
 def test_going_on_with_other_machine_keys_is_the_same_run(data, solo, tmp_path):
     shutil.copytree(data.folder, tmp_path / "data")
     run(data, tmp_path / "out", stop_tokens=2 * UPDATE)
