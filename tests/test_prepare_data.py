@@ -350,6 +350,19 @@ def test_what_was_begun_with_other_text_or_arguments_is_refused(tmp_path, monkey
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
+def test_finished_but_damaged_since_is_said(tmp_path):
+    source = write_jsonl(tmp_path / "a.jsonl", some_documents(50))
+    prepare(tmp_path / "out", source)
+    shard = tmp_path / "out" / "train_000000.bin"
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-2])
+    with pytest.raises(UserError, match="train_000000.bin: the header says"):
+        prepare(tmp_path / "out", source)
+    shard.unlink()
+    with pytest.raises(UserError, match="train_000000.bin is missing .*; delete the folder"):
+        prepare(tmp_path / "out", source)
+
+
 def test_finished_is_left_alone(tmp_path, capsys):
     source = write_jsonl(tmp_path / "a.jsonl", some_documents(50))
     prepare(tmp_path / "out", source)
