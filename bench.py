@@ -2,13 +2,14 @@
 
     python bench.py configs/bench.toml --json=bench.json
     python bench.py configs/s.toml --variants=prenorm,block,rd --device=cuda --compile=true --batch_tokens=65536
-    python bench.py configs/xs.toml --scaling=FOLDER     also cost against L, N and D, and 1 -> 2 ranks on the CPU
+    python bench.py configs/xs.toml --scaling=results/speed
 
 A step is one update as train.py does it: forward, backward, clip, optimiser, over batch_tokens random tokens. Each round times
 one step of every variant, in a new order, so that whatever slows the machine falls on all alike; a ratio compares medians, and
 its interval comes from resampling whole rounds. Keys of train.py apply (--help); bench.py's own:
 """
 
+import argparse
 import json
 import math
 import os
@@ -18,49 +19,38 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import common
 from common import UserError
 
 
-@dataclass(frozen=True)
-class Options:
-    variants: str = field(default="plain,prenorm,block,rd", metadata={"help": "names in model.py's VARIANTS; plain: nanoGPT's trunk"})
-    json: str = field(default="", metadata={"help": "file for everything measured"})
-    rounds: str = field(default="20", metadata={"help": "timed steps of each variant"})
-    warmup: str = field(default="3", metadata={"help": "steps of each before them, the first of which compiles"})
-    clock: str = field(default="wall", metadata={"help": "wall; or cpu, processor time, where other programs share the cores"})
-    scaling: str = field(default="", metadata={"help": "folder for scaling.png: cost against L, N, D, and 1 -> 2 ranks"})
-    child: str = field(default="", metadata={"help": "for bench.py itself: rss or ranks, what this process measures for another"})
+CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise UserError(f"command line: {message}; see bench.py --help")
 
 
 def parse(argv):
-    """argv -> (Options, TrainConfig, name of the config). What is no option of bench.py goes to the config's parser."""
-    known, rest, values = {f.name: f.metadata["help"] for f in fields(Options)}, [], {}
-    argv = list(argv)
-    while argv:
-        word = argv.pop(0)
-        name, equals, value = word.removeprefix("--").partition("=")
-        if name == "variant":
-            raise UserError("command line: bench.py compares several: --variants=prenorm,block,rd")
-        if not word.startswith("--") or name not in known:
-            rest.append(word)
-        elif not equals and (not argv or argv[0].startswith("--")):
-            raise UserError(f"command line: --{name} wants a value: --{name}=...")
-        else:
-            values[name] = value if equals else argv.pop(0)
-    own = "\n".join(f"  --{f.name}={f.default:<24}  {f.metadata['help']}" for f in fields(Options))
-    config, name = common.parse_config(rest, f"{__doc__}{own}")
-    options = Options(**values)
-    for key, least in (("rounds", 2), ("warmup", 1)):
-        if not getattr(options, key).isdigit() or int(getattr(options, key)) < least:
-            raise UserError(f"command line: --{key}={getattr(options, key)} must be a whole number, {least} or more")
-    for key, choices in (("clock", ("wall", "cpu")), ("child", ("", "rss", "ranks"))):
-        if getattr(options, key) not in choices:
-            raise UserError(f"command line: --{key}={getattr(options, key)} is none of {', '.join(filter(None, choices))}")
-    return options, config, name
+    """argv -> (options, TrainConfig, name of the config). What is no option of bench.py goes to the config's parser."""
+    parser = Parser(prog="bench.py", usage=argparse.SUPPRESS, add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add("--variants", default="plain,prenorm,block,rd", help="names in model.py's VARIANTS; plain: nanoGPT's trunk")
+    add("--json", metavar="FILE", default="", help="where everything measured goes")
+    add("--rounds", type=int, default=20, help="timed steps of each variant, 2 or more")
+    add("--warmup", type=int, default=3, help="steps of each after the first, which compiles, and before those; 1 or more")
+    add("--clock", choices=CLOCKS, default="wall", help="cpu: processor time, where other programs share the cores")
+    add("--scaling", metavar="FOLDER", default="", help="also cost against L, N and D, to scaling.png, and 1 -> 2 ranks on the CPU")
+    add("--child", choices=("rss", "ranks"), help="for bench.py itself: what this process measures for another")
+    options, rest = parser.parse_known_args(argv)
+    if any(word.partition("=")[0] == "--variant" for word in rest):
+        parser.error("bench.py compares several: --variants=prenorm,block,rd")
+    if options.rounds < 2 or options.warmup < 1:
+        parser.error(f"--rounds={options.rounds} must be 2 or more, --warmup={options.warmup} 1 or more")
+    return options, *common.parse_config(rest, f"{__doc__}\n{parser.format_help()}")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
@@ -237,7 +227,7 @@ def child(options, argv, variant, what, launcher=()):
     command = [sys.executable, *launcher, __file__, *argv, f"--variants={variant}", f"--child={what}", f"--rounds={options.rounds}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"{what} of {variant}: its process ended with status {done.returncode}: {done.stderr.strip().splitlines()[-1:]}")
+        raise UserError(f"{what} of {variant}: its process ended with status {done.returncode}: {(done.stderr.strip().splitlines() or [''])[-1]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -414,13 +404,13 @@ def measure(options, config, name, argv):
         torch.set_float32_matmul_precision("high")  # as train.py does
     before = machine(device, compiled)
     entrants = [Entrant(variant, config, device, compiled) for variant in chosen(options)]
-    cold = warm_up(entrants, int(options.warmup))
-    time_rounds(entrants, int(options.rounds), {"wall": time.perf_counter, "cpu": time.process_time}[options.clock])
+    cold = warm_up(entrants, options.warmup)
+    time_rounds(entrants, options.rounds, CLOCKS[options.clock])
     rate, read_rows = time_reads(config, device, compiled)
     rows = [describe(e, cold[e.name], rate, options, argv) for e in entrants]
     return dict(
         name=name, device=before, versions=dict(python=sys.version.split()[0], torch=torch.__version__, cuda=torch.version.cuda),
-        config=asdict(config), options=asdict(options), rows=rows, ratios=compare(entrants, rows, rate), copy_bytes_per_s=rate,
+        config=asdict(config), options=vars(options), rows=rows, ratios=compare(entrants, rows, rate), copy_bytes_per_s=rate,
         reads=read_rows, loader=time_loader(config, device, rows[0]["step_ms"] / 1e3),
     )  # fmt: skip
 
@@ -456,13 +446,13 @@ def grid(config):
 def scaling(options, config, argv):
     """Ratios over the grid, and the cost of a second rank; draws FOLDER/scaling.png."""
     device = train.pick_device(config)
-    config, compiled, clock = settle(config, device), train.pick_compile(config, device), getattr(time, CLOCKS[options.clock])
+    config, compiled, clock = settle(config, device), train.pick_compile(config, device), CLOCKS[options.clock]
     rows = []
     for key, configs in grid(config).items():
         for point in configs:
             entrants = [Entrant(variant, point, device, compiled) for variant in ("prenorm", "block", "rd")]
             warm_up(entrants, 1)
-            time_rounds(entrants, int(options.rounds), clock)
+            time_rounds(entrants, options.rounds, clock)
             seconds = {e.name: e.seconds for e in entrants}
             for top, bottom in (("rd", "block"), ("block", "prenorm")):
                 ratio, low, high = ratio_interval(seconds[top], seconds[bottom])
@@ -507,7 +497,7 @@ def measure_ranks(options, config):
     seconds = {"sync": [], "alone": []}
     if train.WORLD > 1:
         entrant.net = DistributedDataParallel(entrant.model, gradient_as_bucket_view=True)
-    for _ in range(int(options.rounds) + 2):
+    for _ in range(options.rounds + 2):
         for key in seconds:
             dist.barrier()
             with entrant.net.no_sync() if key == "alone" and train.WORLD > 1 else nullcontext():
@@ -542,9 +532,6 @@ def table(report):
     if report["loader"]:
         lines.append(f"loading a step's windows: {report['loader']['ms']:.2f} ms, {100 * report['loader']['share']:.2f} % of a step")
     return "\n".join(lines)
-
-
-CLOCKS = {"wall": "perf_counter", "cpu": "process_time"}
 
 
 def main(options, config, name, argv):

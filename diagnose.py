@@ -509,7 +509,7 @@ def comparison_text(c, js, markdown):
         sentences.append(f"Mean JS divergence of its {both(js)} routes {over['mean']:.4f} nats (at most {math.log(2):.4f}), "
                          f"without layer 0 {without['mean']:.4f}; n = {js['n']}.")  # fmt: skip
     if c["tokens"] < SMALL_TOKENS:
-        sentences.append(f"At {short(c['tokens'])} tokens a seed's gap is mostly noise; results/ holds the larger, measured experiments.")
+        sentences.append(f"At {short(c['tokens'])} tokens a seed's gap is mostly noise; results/ says what was measured, with intervals.")
     return [*table(rows, markdown), "", " ".join(sentences)] if markdown else table(rows, markdown) + sentences
 
 
