@@ -5,7 +5,7 @@
 #   DATA=FOLDER        shards of GPT-2 tokens (default data/docs-gpt2, prepared here where it is missing)
 #   OUT=FOLDER         where everything goes (default results/speed/gpu)
 #   PARTS="s train m"  which parts, in this order
-#   A dry run on a CPU: OUT=/tmp/gpu results/speed/gpu.sh --device=cpu --dtype=float32 --compile=false --n_layer=2 --d_model=32 --n_head=2 \
+#   A dry run on a CPU: OUT=dry-run results/speed/gpu.sh --device=cpu --dtype=float32 --compile=false --n_layer=2 --d_model=32 --n_head=2 \
 #       --d_mlp=80 --n_blocks=2 --context=32 --micro_batch=4 --batch_tokens=256 --max_tokens=51200
 set -uo pipefail
 cd "$(dirname "$0")/../.."
