@@ -437,10 +437,10 @@ def grid(config):
     L, N, D = config.n_layer, config.n_blocks, config.d_model
     points = {
         "n_layer": [replace(config, n_layer=l) for l in (L // 2, L, 2 * L)],
-        "n_blocks": [replace(config, n_blocks=n) for n in (N // 4, N // 2, N, 2 * N, 4 * N) if n <= 2 * L],
+        "n_blocks": [replace(config, n_blocks=n) for n in (N // 4, N // 2, N, 2 * N, 4 * N) if 0 < n <= 2 * L],
         "d_model": [replace(config, d_model=D * m // 2, d_mlp=config.d_mlp * m // 2) for m in (1, 2, 4)],
     }
-    return {key: [c for c in configs if c.n_blocks and 2 * c.n_layer % c.n_blocks == 0] for key, configs in points.items()}
+    return {key: [c for c in configs if 2 * c.n_layer % c.n_blocks == 0] for key, configs in points.items()}
 
 
 def scaling(options, config, argv):
@@ -551,11 +551,12 @@ def main(options, config, name, argv):
         common.make_folder(Path(options.json).parent, "json")
     report = measure(options, config, name, argv)
     print(table(report), flush=True)
-    if options.scaling:
-        report["scaling"] = scaling(options, config, argv)
-    if options.json:
-        with common.atomic_write(options.json, "w") as file:
-            json.dump(report, file, indent=1)
+    for extra in [None, scaling] if options.scaling else [None]:  # written before the long part, and again with it
+        if extra:
+            report["scaling"] = extra(options, config, argv)
+        if options.json:
+            with common.atomic_write(options.json, "w") as file:
+                json.dump(report, file, indent=1)
     return 0
 
 

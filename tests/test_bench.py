@@ -180,6 +180,10 @@ def test_scaling_grid():
         "n_layer": [2, 4, 8], "n_blocks": [1, 2, 4, 8], "d_model": [8, 16, 32]}  # fmt: skip
 
 
+def test_scaling_grid_of_few_blocks():
+    assert [c.n_blocks for c in bench.grid(config_of("--n_blocks=2"))["n_blocks"]] == [1, 2, 4]
+
+
 def test_two_ranks(tmp_path):
     options, _, _ = bench.parse([*TINY, "--rounds=2"])
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
