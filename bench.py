@@ -64,7 +64,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import train
-from model import VARIANTS, DepthRead, ModelConfig, Source, inverse_rms, wide
+from model import VARIANTS, DepthRead, ModelConfig, Source, inverse_rms, read_finished, wide
 
 MiB = 2**20
 BF16_PEAK = {  # dense bf16 FLOP/s by NVIDIA's data sheets; the first name that the device's contains
@@ -133,8 +133,10 @@ class Entrant:
         ids = torch.randint(config.vocab_size, (passes, config.micro_batch, config.context + 1))
         self.batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in ids.to(device)]
         self.net, self.seconds, self.compiled = self.model, [], compiled
-        if compiled:
-            self.model.compile(fullgraph=True, dynamic=False)  # as train.py does
+        if compiled and name == "plain":
+            self.model.compile(fullgraph=True, dynamic=False)
+        elif compiled:
+            train.compile_parts(self.model, device)
 
     def loss(self, idx, targets):
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
@@ -284,7 +286,7 @@ def copy_rate(sources):
 
 
 def our_read(read, states):
-    return read([Source(s, inverse_rms(wide(s), read.key_norm.eps)) for s in states])[0]
+    return read_finished([Source(s, inverse_rms(wide(s), read.key_norm.eps)) for s in states], [read])[0][0].mixtures
 
 
 def stacked_read(read, states):
@@ -307,7 +309,8 @@ def time_reads(config, device, compiled):
         read = DepthRead(train_to_model(config, name), groups).to(device, torch.float64 if dtype == torch.float64 else None)
         row = dict(variant=name, K=K, B=B, T=T, D=D, copy_ms=1e3 * read_bytes(K, len(groups), B, T, D, dtype.itemsize) / rate)
         for key, function in (("ours_ms", our_read), ("stacked_ms", stacked_read)):
-            function = torch.compile(function, fullgraph=True, dynamic=False) if compiled else function
+            if compiled and not (function is our_read and device.type == "cpu"):  # as train.compile_parts does
+                function = torch.compile(function, fullgraph=True, dynamic=False)
             inputs, gradients = [*states, *read.parameters()], [torch.randn_like(states[0]) for _ in groups]
             row[key] = 1e3 * median_time(lambda: torch.autograd.grad(function(read, states), inputs, gradients), device)
         rows.append(row)

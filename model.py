@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 # ---- variants: one entry each ----------------------------------------------------------------------------------------
@@ -114,10 +115,122 @@ def inverse_rms(x, eps):
 
 
 class Source(NamedTuple):
-    """A depth state (B, T, D) and 1 / rms of it (B, T, 1), taken once for all reads; None where nothing is routed."""
+    """A depth state (B, T, D) and r = 1 / rms of it (B, T, 1), taken once for all reads; None where nothing is routed."""
 
     state: torch.Tensor
     inverse_rms: torch.Tensor | None
+
+
+def make_source(state, config):
+    return Source(state, inverse_rms(wide(state), config.norm_eps) if VARIANTS[config.variant].routed else None)
+
+
+# All S sublayers of a block read the same finished sources. So a read has two phases, and both are exact:
+#
+#     1. when a block begins, for all its routes in one pass over the finished sources:
+#            l_k = w . (g * s_k / rms(s_k))     lse = log sum_k exp(l_k)     h' = sum_k exp(l_k - lse) s_k
+#     2. in each sublayer that has a running sum p, which joins the softmax late:
+#            beta = sigmoid(l_p - lse)          h = (1 - beta) h' + beta p
+#
+# Reads are bound by memory: phase 1 alone takes the sources from it, once for S sublayers, as a list that is never stacked.
+# Backward is in closed form, and keeps the sources and scalars a token: autograd would keep a product a source and route.
+
+
+def project(s, directions):
+    """w . s of R directions w (R, D) with a state s (B, T, D) -> (B, T, R), in float32 at least. Equal directions: bitwise equal columns."""
+    if torch.compiler.is_compiling():  # the compiler fuses products and sums with what else reads s, but no matmul
+        return torch.stack([(wide(s) * w).sum(-1) for w in directions], -1)
+    with torch.autocast(s.device.type, enabled=False):
+        return torch.stack([wide(s) @ w for w in directions], -1)
+
+
+def outer(scalars, s):
+    """Sum over tokens of scalars (B, T, R) times a state (B, T, D) -> (R, D). Equal scalars: bitwise equal rows."""
+    return torch.stack([column.flatten() @ wide(s).flatten(0, 1) for column in scalars.unbind(-1)])
+
+
+class MixFinished(torch.autograd.Function):
+    """Phase 1: directions g * w (R, D), K states and their K inverse rms -> lse (B, T, R), alphas (K, B, T, R), R times h' (B, T, D).
+
+    With G = dL/dh':  da_k = G . s_k     dl_k = alpha_k (da_k - sum_j alpha_j da_j + dlse)     ds_k = sum over routes of alpha_k G + dl_k r_k g w
+    and, summed over tokens, d(g w) = sum_k dl_k r_k s_k. alphas have no gradient: they are for looking at.
+    """
+
+    @staticmethod
+    def forward(ctx, directions, K, *sources):
+        states, inverses = sources[:K], sources[K:]
+        logits = torch.stack([project(s, directions) * r for s, r in zip(states, inverses)])
+        lse = logits.logsumexp(0)
+        alphas = (logits - lse).exp()
+        mixtures = [wide(states[0]) * alpha[..., None] for alpha in alphas[0].unbind(-1)]
+        for s, of_source in zip(states[1:], alphas[1:]):
+            for mixture, alpha in zip(mixtures, of_source.unbind(-1)):
+                mixture.addcmul_(alpha[..., None], wide(s))
+        ctx.save_for_backward(directions, logits, alphas, *sources)
+        ctx.mark_non_differentiable(alphas)
+        return lse, alphas, *mixtures
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_lse, _, *d_mixtures):
+        directions, logits, alphas, *sources = ctx.saved_tensors
+        states, inverses = sources[: len(alphas)], sources[len(alphas) :]
+        d_alphas = torch.stack([torch.stack([(d * wide(s)).sum(-1) for d in d_mixtures], -1) for s in states])
+        d_logits = alphas * (d_alphas - (alphas * d_alphas).sum(0) + d_lse)
+        d_directions, d_states, d_inverses = torch.zeros_like(directions), [], []
+        for s, r, logit, d_logit, alpha in zip(states, inverses, logits, d_logits, alphas):
+            d_inverses.append((d_logit * logit).sum(-1, keepdim=True) / r)
+            d_directions += outer(d_logit * r, s)
+            d_state = (d_logit * r) @ directions
+            for d, a in zip(d_mixtures, alpha.unbind(-1)):
+                d_state.addcmul_(a[..., None], d)
+            d_states.append(d_state.to(s.dtype))
+        return d_directions, None, *d_states, *d_inverses
+
+
+class MergeRunning(torch.autograd.Function):
+    """Phase 2: directions (R, D), lse (B, T, R), p (B, T, D), its inverse rms, R times h' -> betas (B, T, R), R times h (B, T, D).
+
+    With G = dL/dh:  dl_p = beta G . (p - h)     dlse = -dl_p     dh' = (1 - beta) G     dp = sum over routes of beta G + dl_p r_p g w.
+    """
+
+    @staticmethod
+    def forward(ctx, directions, lse, p, r, *mixtures):
+        dots = project(p, directions)
+        betas = torch.sigmoid(dots * r - lse)
+        merged = [torch.lerp(mixture, wide(p), beta[..., None]) for mixture, beta in zip(mixtures, betas.unbind(-1))]
+        ctx.save_for_backward(directions, p, r, dots, betas, *merged)
+        ctx.mark_non_differentiable(betas)
+        return betas, *merged
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _, *d_merged):
+        directions, p, r, dots, betas, *merged = ctx.saved_tensors
+        d_logits = betas * torch.stack([(d * (wide(p) - h)).sum(-1) for d, h in zip(d_merged, merged)], -1)
+        d_p, d_mixtures = (d_logits * r) @ directions, []
+        for d, beta in zip(d_merged, betas.unbind(-1)):
+            d_p = torch.addcmul(d_p, beta[..., None], d)
+            d_mixtures.append(d - beta[..., None] * d)
+        return outer(d_logits * r, p), -d_logits, d_p.to(p.dtype), (d_logits * dots).sum(-1, keepdim=True), *d_mixtures
+
+
+class Partial(NamedTuple):
+    """A read after phase 1, for its R routes."""
+
+    directions: torch.Tensor  # (R, D)
+    lse: torch.Tensor  # (B, T, R)
+    mixtures: list  # R times h' (B, T, D), in float32 at least
+
+
+def read_finished(finished, reads):
+    """Phase 1 for several reads at once -> a Partial a read, and alphas (K, B, T, R) a read."""
+    directions = [read.directions() for read in reads]
+    routes = [len(d) for d in directions]
+    lse, alphas, *mixtures = MixFinished.apply(torch.cat(directions), len(finished), *(s for s, _ in finished), *(r for _, r in finished))
+    starts = [sum(routes[:i]) for i in range(len(routes))]
+    partials = [Partial(d, l, mixtures[at : at + R]) for d, l, at, R in zip(directions, lse.split(routes, -1), starts, routes)]
+    return partials, alphas.split(routes, -1)
 
 
 class DepthRead(nn.Module):
@@ -125,8 +238,7 @@ class DepthRead(nn.Module):
 
         l_k = w . (g * s_k / rms(s_k))      alpha = softmax over k of l      h = sum_k alpha_k s_k
 
-    There is no 1/sqrt(D), and the sources themselves are not normalised. The sources stay a list: stacking them would write
-    and read K more (B, T, D) tensors, and the reads are bound by memory.
+    There is no 1/sqrt(D), and the sources themselves are not normalised.
     """
 
     def __init__(self, config, groups=("all",)):
@@ -142,28 +254,32 @@ class DepthRead(nn.Module):
             if self.queries[-1] not in self._parameters:
                 self.register_parameter(self.queries[-1], query)
 
-    def forward(self, sources):
-        """K sources -> a list of mixtures (B, T, D) and a list of alphas (K, B, T), one a group."""
-        gain = wide(self.key_norm.weight)
-        mixtures, alphas = [], []
-        for name in self.queries:
-            direction = gain * wide(getattr(self, name))
-            # a product and a sum, not a matmul: autocast would run that in bf16, and the compiler could not fuse it
-            logits_KBT = torch.stack([(wide(s) * direction).sum(-1) * r[..., 0] for s, r in sources])
-            alpha_KBT = logits_KBT.softmax(0)
-            mixture = sum(alpha[..., None] * wide(s) for alpha, (s, _) in zip(alpha_KBT, sources))
-            mixtures.append(mixture.to(sources[0].state.dtype))
-            alphas.append(alpha_KBT)
+    def directions(self):
+        """g * w of each group (R, D)."""
+        return torch.stack([wide(self.key_norm.weight) * wide(getattr(self, name)) for name in self.queries])
+
+    def forward(self, partial, running):
+        """Phase 2 -> a list of mixtures (B, T, D), one a group, and betas (B, T, R), None where there is no running sum."""
+        mixtures, betas = partial.mixtures, None
+        if running is not None:
+            betas, *mixtures = MergeRunning.apply(partial.directions, partial.lse, *running, *mixtures)
         if self.averaged and len(mixtures) > 1:
             mixtures = [sum(mixtures) / len(mixtures)] * len(mixtures)
-        return mixtures, alphas
+        return mixtures, betas
+
+
+def whole_alphas(alphas, betas):
+    """alphas of phase 1 (K, B, T, R) and betas of phase 2, if any -> R alphas over all sources (K or K + 1, B, T)."""
+    if betas is not None:
+        alphas = torch.cat([alphas * (1 - betas), betas[None]])
+    return list(alphas.unbind(-1))
 
 
 class StreamRead(nn.Module):
     """What prenorm has in place of a depth read: its one source, the residual stream."""
 
-    def forward(self, sources):
-        return [source.state for source in sources], []
+    def forward(self, partial, running):
+        return [running.state], None
 
 
 # ---- sublayers -------------------------------------------------------------------------------------------------------
@@ -225,10 +341,11 @@ class MLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Two sublayers, each of which reads depth, normalises and computes. The caller writes their outputs back."""
+    """Two sublayers. Each reads depth, normalises, computes, and writes its output back: p <- p + output."""
 
     def __init__(self, config):
         super().__init__()
+        self.config = config
         variant = VARIANTS[config.variant]
         self.attn_read = DepthRead(config, variant.groups) if variant.routed else StreamRead()
         self.attn_norm = RMSNorm(config)  # one gain for all groups
@@ -237,19 +354,26 @@ class Layer(nn.Module):
         self.mlp_norm = RMSNorm(config)
         self.mlp = MLP(config)
 
-    def attend(self, sources, rope, cache):
-        mixtures, alphas = self.attn_read(sources)
-        return self.attn([self.attn_norm(h) for h in mixtures], rope, cache), alphas
+    def attend(self, partial, running, rope, cache=None):
+        """The attention sublayer -> the new running sum and the read's betas."""
+        mixtures, betas = self.attn_read(partial, running)
+        return self.write(self.attn([self.attn_norm(h) for h in mixtures], rope, cache), running), betas
 
-    def transform(self, sources):
-        (mixture,), alphas = self.mlp_read(sources)
-        return self.mlp(self.mlp_norm(mixture)), alphas
+    def transform(self, partial, running):
+        """The MLP sublayer -> the new running sum and the read's betas."""
+        (mixture,), betas = self.mlp_read(partial, running)
+        return self.write(self.mlp(self.mlp_norm(mixture)), running), betas
+
+    def write(self, output, running):
+        return make_source(output if running is None else running.state + output, self.config)
 
 
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
 class GPT(nn.Module):
+    read_finished = staticmethod(read_finished)
+
     def __init__(self, config):
         super().__init__()
         self.config = config
@@ -272,13 +396,10 @@ class GPT(nn.Module):
                 writes = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 parameter.normal_(0.0, self.config.init_std / (math.sqrt(2 * self.config.n_layer) if writes else 1.0))
 
-    def source(self, state):
-        return Source(state, inverse_rms(wide(state), self.config.norm_eps) if self.variant.routed else None)
-
     def states(self, idx, caches=None, start=0, trace=None):
         """Token ids (B, T) at positions start .. start + T - 1 -> final normalised states (B, T, D).
 
-        caches: one dict a layer, filled and used by generation. trace: a list that collects each layer's alphas by group.
+        caches: one dict a layer, filled and used by generation. trace: a list that collects each sublayer's alphas by group.
         """
         if idx.ndim != 2 or not idx.numel():
             raise ValueError(f"token ids of shape {tuple(idx.shape)} are not (B, T) with at least one token")
@@ -288,37 +409,41 @@ class GPT(nn.Module):
         if torch.is_autocast_enabled(idx.device.type):
             embedding = embedding.to(torch.get_autocast_dtype(idx.device.type))  # sources in bf16: half the bytes of a read
         rope = rope_angles(start, idx.shape[1], self.config, self.tok_emb.weight)
-        first = self.source(embedding)
-        finished, running = ([first], None) if self.variant.routed else ([], first)
-
-        def sources():
-            return finished if running is None else [*finished, running]
-
-        def write(output, sublayer):
-            """p <- p + output; a block that is complete moves to the finished ones, and p starts anew."""
-            nonlocal finished, running
-            running = self.source(output if running is None else running.state + output)
-            if self.variant.routed and (sublayer + 1) % self.config.block_size == 0:
-                finished, running = [*finished, running], None
-
-        for l, layer in enumerate(self.layers):
-            output, attn_alphas = layer.attend(sources(), rope, caches and caches[l])
-            write(output, 2 * l)
-            output, mlp_alphas = layer.transform(sources())
-            write(output, 2 * l + 1)
+        routed, S = self.variant.routed, self.config.block_size
+        first = make_source(embedding, self.config)
+        finished, running = ([first], None) if routed else ([], first)
+        reads = [read for layer in self.layers for read in (layer.attn_read, layer.mlp_read)]
+        partials, alphas = [None] * S, None
+        for sublayer, read in enumerate(reads):
+            layer, at = self.layers[sublayer // 2], sublayer % S
+            if routed and at == 0:
+                partials, alphas = self.read_finished(finished, reads[sublayer : sublayer + S])
+            if sublayer % 2 == 0:
+                running, betas = layer.attend(partials[at], running, rope, caches and caches[sublayer // 2])
+                names = self.variant.groups
+            else:
+                running, betas = layer.transform(partials[at], running)
+                names = ("mlp",)
             if trace is not None:
-                trace.append(dict(zip((*self.variant.groups, "mlp"), attn_alphas + mlp_alphas)))
-        (mixture,), alphas = self.final_read(sources())
-        if trace is not None:
-            trace.append({"final": alphas[0]})
+                trace.append(dict(zip(names, whole_alphas(alphas[at], betas))))
+            if routed and at == S - 1:
+                finished, running = [*finished, running], None
+        partial = None
+        if routed:
+            (partial,), alphas = self.read_finished(finished, [self.final_read])
+            if trace is not None:
+                trace.append({"final": alphas[0][..., 0]})
+        (mixture,), _ = self.final_read(partial, running)
         return self.final_norm(mixture)
+
+    def loss(self, states, targets):
+        logits = F.linear(states, self.tok_emb.weight)
+        return F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
 
     def forward(self, idx, targets=None):
         """idx (B, T) -> (logits (B, T, V), None); with targets (B, T) -> (None, mean NLL in nats). Targets of -100 do not count."""
-        logits = F.linear(self.states(idx), self.tok_emb.weight)
-        if targets is None:
-            return logits, None
-        return None, F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+        states = self.states(idx)
+        return (F.linear(states, self.tok_emb.weight), None) if targets is None else (None, self.loss(states, targets))
 
     @torch.no_grad()
     def routes(self, idx):
@@ -330,7 +455,8 @@ class GPT(nn.Module):
             raise ValueError(f"variant {self.config.variant!r} has no depth routes: its sublayers read the residual stream")
         trace = []
         self.states(idx, trace=trace)
-        return trace
+        *sublayers, final = trace
+        return [attn | mlp for attn, mlp in zip(sublayers[::2], sublayers[1::2])] + [final]
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):

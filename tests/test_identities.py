@@ -129,31 +129,43 @@ def test_reference_sources():
 
 SOURCE = Path(model_py.__file__).read_text()
 FAULTS = {  # fault: (a variant that shows it, a snippet that stands in model.py exactly once, what replaces it)
-    "logits doubled": ("block", "(wide(s) * direction).sum(-1) * r[..., 0]", "2 * (wide(s) * direction).sum(-1) * r[..., 0]"),
-    "logits divided by sqrt(D)": ("block", "(wide(s) * direction).sum(-1) * r[..., 0]", "(wide(s) * direction).sum(-1) * r[..., 0] / s.shape[-1] ** 0.5"),
-    "keys not normalised": ("block", "(wide(s) * direction).sum(-1) * r[..., 0]", "(wide(s) * direction).sum(-1)"),
-    "key gain dropped": ("block", "direction = gain * wide(getattr(self, name))", "direction = wide(getattr(self, name))"),
+    "logits doubled": ("block", "torch.stack([project(s, directions) * r for", "torch.stack([2 * project(s, directions) * r for"),
+    "logits divided by sqrt(D)": (
+        "block", "torch.stack([project(s, directions) * r for", "torch.stack([project(s, directions) * r / s.shape[-1] ** 0.5 for"),
+    "keys not normalised": ("block", "torch.stack([project(s, directions) * r for", "torch.stack([project(s, directions) for"),
+    "running key not normalised": ("block", "torch.sigmoid(dots * r - lse)", "torch.sigmoid(dots - lse)"),
+    "key gain dropped": ("block", "wide(self.key_norm.weight) * wide(getattr(self, name))", "wide(getattr(self, name))"),
     "sources normalised in the mixture": (
-        "block", "sum(alpha[..., None] * wide(s) for alpha, (s, _) in zip(alpha_KBT, sources))",
-        "sum(alpha[..., None] * wide(s) * r for alpha, (s, r) in zip(alpha_KBT, sources))"),
+        "block", "for s, of_source in zip(states[1:], alphas[1:]):", "for s, of_source in zip([s * r for s, r in zip(states, inverses)][1:], alphas[1:]):"),
+    "running sum normalised in the mixture": ("block", "torch.lerp(mixture, wide(p), ", "torch.lerp(mixture, wide(p) * r, "),
+    "running sum weighed as one source alone": ("block", "torch.sigmoid(dots * r - lse)", "torch.sigmoid(dots * r)"),
     "finished block goes on as the running sum": (
         "block", "finished, running = [*finished, running], None", "finished, running = [*finished, running], running"),
-    "finished block listed as the running sum too": (
-        "block", "return finished if running is None else [*finished, running]",
-        "return [*finished, finished[-1] if running is None else running]"),
-    "running sum left out": (
-        "block", "return finished if running is None else [*finished, running]",
-        "return finished"),
-    "running sum is the last output": (
-        "block", "self.source(output if running is None else running.state + output)", "self.source(output)"),
-    "block boundary one sublayer early": (
-        "block", "(sublayer + 1) % self.config.block_size == 0", "(sublayer + 2) % self.config.block_size == 0"),
+    "newest finished block left out": ("block", "self.read_finished(finished, reads[", "self.read_finished(finished[:-1] or finished, reads["),
+    "running sum left out": ("block", "if running is not None:\n            betas", "if False:\n            betas"),
+    "running sum is the last output": ("block", "output if running is None else running.state + output", "output"),
+    "block finished one sublayer early": ("block", "at == S - 1", "at == S - 2"),
     "embedding added into block 1": (
-        "block", "self.source(output if running is None else running.state + output)",
-        "self.source((embedding + output if sublayer == 0 else output) if running is None else running.state + output)"),
+        "block", "(finished, reads[sublayer : sublayer + S])",
+        "(finished if len(finished) != 2 else [finished[0], make_source(finished[1].state + embedding, self.config)], reads[sublayer : sublayer + S])"),
+    "reads of a block in another order": ("block", "reads[sublayer : sublayer + S])", "reads[sublayer : sublayer + S][::-1])"),
     "value route fed to K": ("rd", "[len(group) * D for group in VARIANTS[config.variant].groups]", "[D, 2 * D]"),
-    "value query unused": ("rd", "direction = gain * wide(getattr(self, name))", "direction = gain * wide(self.query)"),
+    "value query unused": ("rd", "wide(getattr(self, name)) for", "wide(self.query) for"),
     "mixtures not averaged": ("average", "if self.averaged and", "if False and"),
+}
+GRADIENT_FAULTS = {  # of the closed-form backward: only a gradient shows them
+    "sum over the sources left out": ("rd", "(d_alphas - (alphas * d_alphas).sum(0) + d_lse)", "(d_alphas + d_lse)"),
+    "lse without a gradient": ("rd", "(d_alphas - (alphas * d_alphas).sum(0) + d_lse)", "(d_alphas - (alphas * d_alphas).sum(0))"),
+    "inverse rms without a gradient": ("rd", "(d_logit * logit).sum(-1, keepdim=True) / r", "0 * r"),
+    "directions without the inverse rms": ("rd", "outer(d_logit * r, s)", "outer(d_logit, s)"),
+    "states without the logits' part": ("rd", "d_state = (d_logit * r) @ directions", "d_state = 0 * (d_logit * r) @ directions"),
+    "states without the mixtures' part": ("rd", "d_state.addcmul_(a[..., None], d)", "d_state.addcmul_(0 * a[..., None], d)"),
+    "running logit without 1 - beta": ("rd", "(d * (wide(p) - h)).sum(-1)", "(d * (wide(p) - 2 * h)).sum(-1)"),
+    "running lse of the wrong sign": ("rd", "outer(d_logits * r, p), -d_logits,", "outer(d_logits * r, p), d_logits,"),
+    "running sum without the mixtures' part": ("rd", "d_p = torch.addcmul(d_p, beta[..., None], d)", "d_p = d_p"),
+    "running sum without the logits' part": ("rd", "d_p, d_mixtures = (d_logits * r) @ directions, []", "d_p, d_mixtures = 0 * (d_logits * r) @ directions, []"),
+    "running inverse rms without a gradient": ("rd", "(d_logits * dots).sum(-1, keepdim=True)", "0 * r"),
+    "mixture's share not 1 - beta": ("rd", "d - beta[..., None] * d)", "d)"),
 }
 
 
@@ -171,6 +183,14 @@ def test_a_fault_turns_the_reference_check_red(fault, monkeypatch):
     assert SOURCE.count(snippet) == 1, f"{snippet!r} no longer stands in model.py exactly once: give FAULTS[{fault!r}] what replaced it"
     module = load_model(SOURCE.replace(snippet, replacement), monkeypatch)
     assert errors_against_reference(module, variant, L=3, N=2)["logits"] > 1e-6
+
+
+@pytest.mark.parametrize("fault", GRADIENT_FAULTS)
+def test_a_fault_of_the_backward_turns_the_gradients_red(fault, monkeypatch):
+    variant, snippet, replacement = GRADIENT_FAULTS[fault]
+    assert SOURCE.count(snippet) == 1, f"{snippet!r} no longer stands in model.py exactly once: give GRADIENT_FAULTS[{fault!r}] what replaced it"
+    errors = errors_against_reference(load_model(SOURCE.replace(snippet, replacement), monkeypatch), variant, L=3, N=2)
+    assert errors["logits"] < 1e-9 and worst(errors)[0] > 1e-6
 
 
 @pytest.mark.parametrize("variant", sorted({variant for variant, _, _ in FAULTS.values()}))
@@ -513,14 +533,12 @@ def test_no_padded_id_is_ever_generated(options):
 # ---- bf16 autocast ----
 
 @pytest.mark.parametrize("variant", EVERY)
-def test_bf16_autocast(variant):
+def test_bf16_autocast(variant, monkeypatch):
     gpt = scatter(build(tiny(variant))).float()
     idx, targets = tokens(gpt.config)
     expected = gpt(idx, targets)[1]
-    sources = []
-    for name, module in gpt.named_modules():
-        if name.endswith("_read"):
-            module.register_forward_pre_hook(lambda module, args: sources.extend(source.state for source in args[0]))
+    sources, make_source = [], model_py.make_source
+    monkeypatch.setattr(model_py, "make_source", lambda state, config: sources.append(state) or make_source(state, config))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = gpt(idx, targets)[1]
     assert sources and {s.dtype for s in sources} == {torch.bfloat16}  # prenorm's one source is its stream

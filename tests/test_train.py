@@ -542,17 +542,41 @@ def graphs():
         torch._dynamo.reset()
 
 
-def test_compiling_traces_one_graph_for_training_and_one_for_evaluation(data, solo, tmp_path, monkeypatch):
-    """No graph break, and none anew after the first update and the first evaluation, though the last pass of an evaluation is
-    short. Traced, but not compiled to C++, float64 gives the same run."""
-    original = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kwargs: original(self, **kwargs, backend="aot_eager"))
+@pytest.fixture
+def traced_only(monkeypatch):
+    """torch.compile traces, but does not call a C++ compiler: float64 stays exact, and it is quick."""
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *arguments, **options: original(*arguments, **options, backend="aot_eager"))
+
+
+def test_compiling_gives_the_same_run(data, solo, tmp_path, traced_only):
+    """No graph break, and no graph anew after the first update and the first evaluation, though its last pass is short."""
     with graphs() as counters:
         traced = run(data, tmp_path / "out", compile="true")
-        assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+        assert counters["stats"]["unique_graphs"] == 6 and not counters["graph_break"]  # 3 to train, 3 to evaluate
     assert traced.losses == pytest.approx(solo.losses, rel=1e-12)
     assert [r["val_nll"] for r in traced.eval] == pytest.approx([r["val_nll"] for r in solo.eval], rel=1e-12)
     assert_close(traced.state["model"], solo.state["model"])  # the same names, too: no _orig_mod.
+
+
+@pytest.mark.parametrize("variant, sublayers", [("prenorm", 2), ("block", 3), ("rd", 3)])
+def test_graphs_do_not_grow_with_depth(data, tmp_path, traced_only, variant, sublayers):
+    """Two sublayers (attention twice: with a running sum and without) and the loss; for a GPU one more a number of sources."""
+    for n_layer, device in ((2, "cpu"), (6, "cpu"), (6, "cuda")):
+        config = train.resolve(config_for(data, tmp_path, variant=variant, n_layer=n_layer, n_blocks=n_layer // 2), torch.device("cpu"), None)
+        model, expected = train.build_model(config), train.build_model(config)
+        with graphs() as counters:
+            train.compile_parts(model, torch.device(device))  # which only decides what is compiled
+            idx = torch.randint(config.vocab_size, (2, config.context))
+            loss = model(idx, idx)[1]
+            loss.backward()
+            reads = n_layer // 2 + 1 if device == "cuda" and variant != "prenorm" else 0
+            assert counters["stats"]["unique_graphs"] == sublayers + 1 + reads and not counters["graph_break"]
+        other = expected(idx, idx)[1]
+        other.backward()
+        assert loss.item() == pytest.approx(other.item(), rel=1e-12)
+        for p, q in zip(model.parameters(), expected.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-9, atol=1e-14)
 
 
 def test_compiled_and_not_agree(data, tmp_path, monkeypatch):
@@ -562,7 +586,7 @@ def test_compiled_and_not_agree(data, tmp_path, monkeypatch):
     plain = run(data, tmp_path / "plain", **tiny)
     with graphs() as counters:
         compiled = run(data, tmp_path / "compiled", compile="true", **tiny)
-        assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+        assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
     assert compiled.losses == pytest.approx(plain.losses, rel=1e-5)
     assert_close(compiled.state["model"], plain.state["model"], 1e-4)
 
