@@ -257,8 +257,8 @@ def read_bytes(K, R, B, T, D, itemsize):
     """Bytes that one read of K sources by R routes must move, forward and backward, each of (B, T, D) in the sources' dtype.
 
     Forward K sources are read and R mixtures written; backward the K sources and R gradients are read and the sources' K gradients
-    written: 3 K + 2 R. A read that is perfectly fused and keeps nothing else moves this much. The stream of prenorm counts as
-    K = 1, R = 0: its norm reads it too.
+    written: 3 K + 2 R. A read that is perfectly fused and keeps nothing else moves this much. (Reads in two phases may move less where
+    S > 2: a block's finished sources are taken once for S reads.) The stream of prenorm counts as K = 1, R = 0: its norm reads it too.
     """
     return (3 * K + 2 * R) * B * T * D * itemsize
 

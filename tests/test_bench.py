@@ -1,4 +1,5 @@
 """bench.py counts and compares rightly: bytes kept, bytes that reads move, intervals; and it runs end to end at a tiny size."""
+import copy
 import json
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 
 import bench
 import common
-from model import GPT, DepthRead, ModelConfig
+from model import GPT, DepthRead, ModelConfig, Source, inverse_rms, read_finished, wide
 from test_common import ENV, ROOT, write_folder
 
 TINY = ["--n_layer=2", "--d_model=16", "--n_head=2", "--d_mlp=24", "--n_blocks=2", "--context=16", "--micro_batch=2", "--batch_tokens=64",
@@ -119,6 +120,51 @@ def test_the_stacked_read_is_the_same_read():
     ours, stacked = bench.our_read(read, states), bench.stacked_read(read, states)
     torch.testing.assert_close(ours, stacked, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(torch.autograd.grad(ours, inputs, gradients), torch.autograd.grad(stacked, inputs, gradients), rtol=1e-9, atol=1e-9)
+
+
+def whole_read(read, states):
+    """Both phases: the last state as the running sum."""
+    *finished, running = [Source(s, inverse_rms(wide(s), read.key_norm.eps)) for s in states]
+    return read(read_finished(finished, [read])[0][0], running)[0]
+
+
+def errors_in_bf16(function, seed):
+    """Relative errors, in the 2-norm, of mixtures and of gradients of one bf16 read against the same numbers in float64."""
+    torch.manual_seed(seed)
+    read = DepthRead(ModelConfig(vocab_size=50, n_head=2, d_model=64, variant="rd"), ("qk", "v"))
+    for parameter in read.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    states = [(torch.randn(2, 33, 64) * 2.0**k).bfloat16() for k in range(5)]
+    gradients = [torch.randn(2, 33, 64).bfloat16().double() for _ in range(2)]
+    results = []
+    for dtype, f in ((torch.bfloat16, function), (torch.float64, bench.stacked_read)):
+        module = copy.deepcopy(read).double() if dtype == torch.float64 else read
+        inputs = [s.detach().to(dtype).requires_grad_() for s in states]
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            mixtures = f(module, inputs)
+        grads = torch.autograd.grad(mixtures, [*inputs, *module.parameters()], [g.to(m.dtype) for g, m in zip(gradients, mixtures)])
+        results.append([t.double() for t in (*mixtures, *grads)])
+    return np.array([((got - exact).norm() / exact.norm()).item() for got, exact in zip(*results)])
+
+
+def test_bf16_is_no_less_exact_than_the_plain_formulation():
+    ours = np.mean([errors_in_bf16(whole_read, seed) for seed in range(5)], 0)
+    plain = np.mean([errors_in_bf16(bench.stacked_read, seed) for seed in range(5)], 0)
+    assert (plain > 1e-4).all()  # bf16 it is
+    assert (ours <= plain).all(), (ours, plain)
+
+
+def test_a_read_keeps_its_sources_and_scalars_alone():
+    """For the backward: of phase 1 logits and alphas, of phase 2 the mixtures, which whoever reads them keeps too."""
+    K, R, B, T, D = 4, 2, 2, 16, 64
+    read = DepthRead(ModelConfig(vocab_size=50, n_head=2, d_model=D, variant="rd"), ("qk", "v"))
+    sources = [Source(torch.randn(B, T, D, requires_grad=True), torch.rand(B, T, 1, requires_grad=True)) for _ in range(K)]
+    given = [t for source in sources for t in source] + list(read.parameters())
+    scalar, state, vectors = 4 * B * T, 4 * B * T * D, 5 * 4 * R * D  # the last: gains times queries
+    phase_1 = bench.saved_bytes(lambda: read_finished(sources[:-1], [read])[0][0].mixtures, given)
+    assert 2 * (K - 1) * R * scalar <= phase_1 <= 2 * (K - 1) * R * scalar + vectors
+    both = bench.saved_bytes(lambda: read(read_finished(sources[:-1], [read])[0][0], sources[-1])[0], given)
+    assert both <= phase_1 + R * state + 3 * R * scalar + vectors
 
 
 def test_the_plain_trunk_is_about_equal():
