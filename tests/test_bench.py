@@ -128,6 +128,16 @@ def whole_read(read, states):
     return read(read_finished(finished, [read])[0][0], running)[0]
 
 
+def plain_read(read, states):
+    """One softmax over all states, by autograd, in float32 from the states on; the mixture in the states' dtype."""
+    mixtures = []
+    for name in read.queries:
+        direction = wide(read.key_norm.weight) * wide(getattr(read, name))
+        logits = torch.stack([(wide(s) * direction).sum(-1) * inverse_rms(wide(s), read.key_norm.eps)[..., 0] for s in states])
+        mixtures.append(sum(alpha[..., None] * wide(s) for alpha, s in zip(logits.softmax(0), states)).to(states[0].dtype))
+    return mixtures
+
+
 def errors_in_bf16(function, seed):
     """Relative errors, in the 2-norm, of mixtures and of gradients of one bf16 read against the same numbers in float64."""
     torch.manual_seed(seed)
@@ -148,10 +158,11 @@ def errors_in_bf16(function, seed):
 
 
 def test_bf16_is_no_less_exact_than_the_plain_formulation():
-    ours = np.mean([errors_in_bf16(whole_read, seed) for seed in range(5)], 0)
-    plain = np.mean([errors_in_bf16(bench.stacked_read, seed) for seed in range(5)], 0)
-    assert (plain > 1e-4).all()  # bf16 it is
-    assert (ours <= plain).all(), (ours, plain)
+    """Neither than a read in float32 from bf16 states, nor, by far, than the stacked one that autocast runs in bf16."""
+    ours, plain, stacked = (np.mean([errors_in_bf16(f, seed) for seed in range(5)], 0) for f in (whole_read, plain_read, bench.stacked_read))
+    assert (ours[:7] <= 1.1 * plain[:7]).all(), (ours, plain)  # mixtures and the gradients of the states
+    assert (ours[7:] < 1e-5).all()  # gradients of gain and queries: nothing was rounded on the way
+    assert (ours < stacked).all(), (ours, stacked)
 
 
 def test_a_read_keeps_its_sources_and_scalars_alone():
