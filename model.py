@@ -106,8 +106,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.d_model))
 
     def forward(self, x):
-        x_wide = wide(x)
-        return (x_wide * inverse_rms(x_wide, self.eps) * self.weight).to(x.dtype)
+        return F.rms_norm(wide(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 def inverse_rms(x, eps):
