@@ -135,17 +135,29 @@ def make_source(state, config):
 # Backward is in closed form, and keeps the sources and scalars a token: autograd would keep a product a source and route.
 
 
+def unrounded(like):
+    """A context without autocast: it would run the matmuls of the reads in bf16, in a compiled backward too."""
+    return torch.autocast(like.device.type, enabled=False)
+
+
 def project(s, directions):
     """w . s of R directions w (R, D) with a state s (B, T, D) -> (B, T, R), in float32 at least. Equal directions: bitwise equal columns."""
     if torch.compiler.is_compiling():  # the compiler fuses products and sums with what else reads s, but no matmul
         return torch.stack([(wide(s) * w).sum(-1) for w in directions], -1)
-    with torch.autocast(s.device.type, enabled=False):
+    with unrounded(s):
         return torch.stack([wide(s) @ w for w in directions], -1)
 
 
 def outer(scalars, s):
     """Sum over tokens of scalars (B, T, R) times a state (B, T, D) -> (R, D). Equal scalars: bitwise equal rows."""
-    return torch.stack([column.flatten() @ wide(s).flatten(0, 1) for column in scalars.unbind(-1)])
+    with unrounded(s):
+        return torch.stack([column.flatten() @ wide(s).flatten(0, 1) for column in scalars.unbind(-1)])
+
+
+def combine(scalars, directions):
+    """scalars (B, T, R) and directions (R, D) -> sum over R (B, T, D)."""
+    with unrounded(directions):
+        return scalars @ directions
 
 
 class MixFinished(torch.autograd.Function):
@@ -180,7 +192,7 @@ class MixFinished(torch.autograd.Function):
         for s, r, logit, d_logit, alpha in zip(states, inverses, logits, d_logits, alphas):
             d_inverses.append((d_logit * logit).sum(-1, keepdim=True) / r)
             d_directions += outer(d_logit * r, s)
-            d_state = (d_logit * r) @ directions
+            d_state = combine(d_logit * r, directions)
             for d, a in zip(d_mixtures, alpha.unbind(-1)):
                 d_state.addcmul_(a[..., None], d)
             d_states.append(d_state.to(s.dtype))
@@ -207,7 +219,7 @@ class MergeRunning(torch.autograd.Function):
     def backward(ctx, _, *d_merged):
         directions, p, r, dots, betas, *merged = ctx.saved_tensors
         d_logits = betas * torch.stack([(d * (wide(p) - h)).sum(-1) for d, h in zip(d_merged, merged)], -1)
-        d_p, d_mixtures = (d_logits * r) @ directions, []
+        d_p, d_mixtures = combine(d_logits * r, directions), []
         for d, beta in zip(d_merged, betas.unbind(-1)):
             d_p = torch.addcmul(d_p, beta[..., None], d)
             d_mixtures.append(d - beta[..., None] * d)

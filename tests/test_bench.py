@@ -157,9 +157,11 @@ def errors_in_bf16(function, seed):
     return np.array([((got - exact).norm() / exact.norm()).item() for got, exact in zip(*results)])
 
 
-def test_bf16_is_no_less_exact_than_the_plain_formulation():
+@pytest.mark.parametrize("compiled", [False, True])
+def test_bf16_is_no_less_exact_than_the_plain_formulation(compiled):
     """Neither than a read in float32 from bf16 states, nor, by far, than the stacked one that autocast runs in bf16."""
-    ours, plain, stacked = (np.mean([errors_in_bf16(f, seed) for seed in range(5)], 0) for f in (whole_read, plain_read, bench.stacked_read))
+    our_function = torch.compile(whole_read, backend="aot_eager") if compiled else whole_read
+    ours, plain, stacked = (np.mean([errors_in_bf16(f, seed) for seed in range(5)], 0) for f in (our_function, plain_read, bench.stacked_read))
     assert (ours[:7] <= 1.1 * plain[:7]).all(), (ours, plain)  # mixtures and the gradients of the states
     assert (ours[7:] < 1e-5).all()  # gradients of gain and queries: nothing was rounded on the way
     assert (ours < stacked).all(), (ours, stacked)
