@@ -309,7 +309,7 @@ def time_reads(config, device, compiled):
         read = DepthRead(train_to_model(config, name), groups).to(device, torch.float64 if dtype == torch.float64 else None)
         row = dict(variant=name, K=K, B=B, T=T, D=D, copy_ms=1e3 * read_bytes(K, len(groups), B, T, D, dtype.itemsize) / rate)
         for key, function in (("ours_ms", our_read), ("stacked_ms", stacked_read)):
-            if compiled and not (function is our_read and device.type == "cpu"):  # as train.compile_parts does
+            if compiled:
                 function = torch.compile(function, fullgraph=True, dynamic=False)
             inputs, gradients = [*states, *read.parameters()], [torch.randn_like(states[0]) for _ in groups]
             row[key] = 1e3 * median_time(lambda: torch.autograd.grad(function(read, states), inputs, gradients), device)

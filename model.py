@@ -18,7 +18,7 @@ mixture   h   (B, T, D)         sum_k alpha_k s_k
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Callable, NamedTuple
 
 import torch
 from torch import nn
@@ -156,27 +156,56 @@ def outer(scalars, s):
 
 def combine(scalars, directions):
     """scalars (B, T, R) and directions (R, D) -> sum over R (B, T, D)."""
+    if torch.compiler.is_compiling():
+        return sum(c[..., None] * w for c, w in zip(scalars.unbind(-1), directions))
     with unrounded(directions):
         return scalars @ directions
 
 
+def add_source(mixtures, alphas, s):
+    """Add alpha s to each of R mixtures (B, T, D), in place; alphas (B, T, R), s (B, T, D)."""
+    for mixture, alpha in zip(mixtures, alphas.unbind(-1)):
+        mixture.addcmul_(alpha[..., None], wide(s))
+
+
+def alpha_gradients(d_mixtures, s):
+    """R gradients (B, T, D) . s (B, T, D) -> (B, T, R)."""
+    return torch.stack([(d * wide(s)).sum(-1) for d in d_mixtures], -1)
+
+
+def state_gradient(d_dots, directions, alphas, d_mixtures, dtype):
+    """Gradient of a state (B, T, D) through its R dot products with the directions, and as a part of R mixtures."""
+    d_state = combine(d_dots, directions)
+    for d, alpha in zip(d_mixtures, alphas.unbind(-1)):
+        d_state = torch.addcmul(d_state, alpha[..., None], d)
+    return d_state.to(dtype)
+
+
+class SourceOps(NamedTuple):
+    """What phase 1 does with one source, whatever their number: a compiler needs to see these three only once."""
+
+    add_source: Callable = add_source
+    alpha_gradients: Callable = alpha_gradients
+    state_gradient: Callable = state_gradient
+
+
 class MixFinished(torch.autograd.Function):
-    """Phase 1: directions g * w (R, D), K states and their K inverse rms -> lse (B, T, R), alphas (K, B, T, R), R times h' (B, T, D).
+    """Phase 1: SourceOps, directions g * w (R, D), K states and their K inverse rms -> lse (B, T, R), alphas (K, B, T, R), R times h' (B, T, D).
 
     With G = dL/dh':  da_k = G . s_k     dl_k = alpha_k (da_k - sum_j alpha_j da_j + dlse)     ds_k = sum over routes of alpha_k G + dl_k r_k g w
     and, summed over tokens, d(g w) = sum_k dl_k r_k s_k. alphas have no gradient: they are for looking at.
     """
 
     @staticmethod
-    def forward(ctx, directions, K, *sources):
+    def forward(ctx, ops, directions, K, *sources):
         states, inverses = sources[:K], sources[K:]
         logits = torch.stack([project(s, directions) * r for s, r in zip(states, inverses)])
         lse = logits.logsumexp(0)
         alphas = (logits - lse).exp()
         mixtures = [wide(states[0]) * alpha[..., None] for alpha in alphas[0].unbind(-1)]
         for s, of_source in zip(states[1:], alphas[1:]):
-            for mixture, alpha in zip(mixtures, of_source.unbind(-1)):
-                mixture.addcmul_(alpha[..., None], wide(s))
+            ops.add_source(mixtures, of_source, s)
+        ctx.ops = ops
         ctx.save_for_backward(directions, logits, alphas, *sources)
         ctx.mark_non_differentiable(alphas)
         return lse, alphas, *mixtures
@@ -186,17 +215,14 @@ class MixFinished(torch.autograd.Function):
     def backward(ctx, d_lse, _, *d_mixtures):
         directions, logits, alphas, *sources = ctx.saved_tensors
         states, inverses = sources[: len(alphas)], sources[len(alphas) :]
-        d_alphas = torch.stack([torch.stack([(d * wide(s)).sum(-1) for d in d_mixtures], -1) for s in states])
+        d_alphas = torch.stack([ctx.ops.alpha_gradients(d_mixtures, s) for s in states])
         d_logits = alphas * (d_alphas - (alphas * d_alphas).sum(0) + d_lse)
         d_directions, d_states, d_inverses = torch.zeros_like(directions), [], []
         for s, r, logit, d_logit, alpha in zip(states, inverses, logits, d_logits, alphas):
             d_inverses.append((d_logit * logit).sum(-1, keepdim=True) / r)
             d_directions += outer(d_logit * r, s)
-            d_state = combine(d_logit * r, directions)
-            for d, a in zip(d_mixtures, alpha.unbind(-1)):
-                d_state.addcmul_(a[..., None], d)
-            d_states.append(d_state.to(s.dtype))
-        return d_directions, None, *d_states, *d_inverses
+            d_states.append(ctx.ops.state_gradient(d_logit * r, directions, alpha, d_mixtures, s.dtype))
+        return None, d_directions, None, *d_states, *d_inverses
 
 
 class MergeRunning(torch.autograd.Function):
@@ -219,11 +245,9 @@ class MergeRunning(torch.autograd.Function):
     def backward(ctx, _, *d_merged):
         directions, p, r, dots, betas, *merged = ctx.saved_tensors
         d_logits = betas * torch.stack([(d * (wide(p) - h)).sum(-1) for d, h in zip(d_merged, merged)], -1)
-        d_p, d_mixtures = combine(d_logits * r, directions), []
-        for d, beta in zip(d_merged, betas.unbind(-1)):
-            d_p = torch.addcmul(d_p, beta[..., None], d)
-            d_mixtures.append(d - beta[..., None] * d)
-        return outer(d_logits * r, p), -d_logits, d_p.to(p.dtype), (d_logits * dots).sum(-1, keepdim=True), *d_mixtures
+        d_p = state_gradient(d_logits * r, directions, betas, d_merged, p.dtype)
+        d_mixtures = [d - beta[..., None] * d for d, beta in zip(d_merged, betas.unbind(-1))]
+        return outer(d_logits * r, p), -d_logits, d_p, (d_logits * dots).sum(-1, keepdim=True), *d_mixtures
 
 
 class Partial(NamedTuple):
@@ -234,11 +258,11 @@ class Partial(NamedTuple):
     mixtures: list  # R times h' (B, T, D), in float32 at least
 
 
-def read_finished(finished, reads):
+def read_finished(finished, reads, ops=SourceOps()):
     """Phase 1 for several reads at once -> a Partial a read, and alphas (K, B, T, R) a read."""
     directions = [read.directions() for read in reads]
     routes = [len(d) for d in directions]
-    lse, alphas, *mixtures = MixFinished.apply(torch.cat(directions), len(finished), *(s for s, _ in finished), *(r for _, r in finished))
+    lse, alphas, *mixtures = MixFinished.apply(ops, torch.cat(directions), len(finished), *(s for s, _ in finished), *(r for _, r in finished))
     starts = [sum(routes[:i]) for i in range(len(routes))]
     partials = [Partial(d, l, mixtures[at : at + R]) for d, l, at, R in zip(directions, lse.split(routes, -1), starts, routes)]
     return partials, alphas.split(routes, -1)

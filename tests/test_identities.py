@@ -158,14 +158,14 @@ GRADIENT_FAULTS = {  # of the closed-form backward: only a gradient shows them
     "lse without a gradient": ("rd", "(d_alphas - (alphas * d_alphas).sum(0) + d_lse)", "(d_alphas - (alphas * d_alphas).sum(0))"),
     "inverse rms without a gradient": ("rd", "(d_logit * logit).sum(-1, keepdim=True) / r", "0 * r"),
     "directions without the inverse rms": ("rd", "outer(d_logit * r, s)", "outer(d_logit, s)"),
-    "states without the logits' part": ("rd", "d_state = combine(d_logit * r, directions)", "d_state = combine(0 * d_logit, directions)"),
-    "states without the mixtures' part": ("rd", "d_state.addcmul_(a[..., None], d)", "d_state.addcmul_(0 * a[..., None], d)"),
+    "states without the logits' part": ("rd", "state_gradient(d_logit * r, ", "state_gradient(0 * d_logit, "),
+    "states without the mixtures' part": ("rd", "ctx.ops.state_gradient(d_logit * r, directions, alpha, ", "ctx.ops.state_gradient(d_logit * r, directions, 0 * alpha, "),
     "running logit without 1 - beta": ("rd", "(d * (wide(p) - h)).sum(-1)", "(d * (wide(p) - 2 * h)).sum(-1)"),
     "running lse of the wrong sign": ("rd", "outer(d_logits * r, p), -d_logits,", "outer(d_logits * r, p), d_logits,"),
-    "running sum without the mixtures' part": ("rd", "d_p = torch.addcmul(d_p, beta[..., None], d)", "d_p = d_p"),
-    "running sum without the logits' part": ("rd", "d_p, d_mixtures = combine(d_logits * r, directions), []", "d_p, d_mixtures = combine(0 * betas, directions), []"),
+    "running sum without the mixtures' part": ("rd", "state_gradient(d_logits * r, directions, betas, ", "state_gradient(d_logits * r, directions, 0 * betas, "),
+    "running sum without the logits' part": ("rd", "state_gradient(d_logits * r, ", "state_gradient(0 * d_logits, "),
     "running inverse rms without a gradient": ("rd", "(d_logits * dots).sum(-1, keepdim=True)", "0 * r"),
-    "mixture's share not 1 - beta": ("rd", "d - beta[..., None] * d)", "d)"),
+    "mixture's share not 1 - beta": ("rd", "d - beta[..., None] * d for", "d for"),
 }
 
 
