@@ -3,7 +3,8 @@
 Papers: Block Attention Residuals (Block AttnRes, arXiv:2603.15031), Role-Decoupled Attention Residuals (RD-AttnRes,
 arXiv:2608.01075). Trunk: RMSNorm, RoPE, causal attention, SwiGLU, no biases, no dropout, head tied to the embedding.
 
-Shapes:  B batch   T tokens   D width   L layers   H hidden width of the MLP   K depth sources of a read   V padded vocabulary
+Shapes:  B batch   T tokens   D width   L layers   H hidden width of the MLP   K depth sources of a read   R routes of one or more reads
+         V padded vocabulary
 
 In the code                     In the equations
 sublayer i = 0 .. 2L-1          attention where i is even, MLP where i is odd
@@ -12,7 +13,9 @@ running   p                     the sum of the outputs so far in the current blo
 sources   s_1 .. s_K            finished, and running where there is one: what a sublayer may read; with 1 / rms(s_k)
 query     w   (D,)              a depth route's learned query, zero at the start: its mixture is then uniform
 gain      g   (D,)              key_norm.weight: one a read, shared by its routes
+direction g * w  (D,)           what the logits project a normalised source on
 alphas    alpha  (K, B, T)      softmax over the sources, for each token
+lse, beta        (B, T)         log-sum-exp of the finished sources' logits; the share of the running sum, which joins last
 mixture   h   (B, T, D)         sum_k alpha_k s_k
 """
 

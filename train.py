@@ -95,7 +95,7 @@ def compile_parts(model, device):
     """Compile the two sublayers, the loss and phase 1 of the reads, once for all layers: the time it takes does not grow with L.
 
     Phase 1 has another graph for every number of sources, N + 1 of them. On a GPU a fused one is worth that. On a CPU only what it
-    does with one source is compiled: a sixth of the time to the first step, and nearly as fast.
+    does with one source is compiled: a fifth of the time to the first step.
     """
     once = partial(torch.compile, fullgraph=True, dynamic=False)
     attend, transform = once(Layer.attend), once(Layer.transform)

@@ -177,19 +177,21 @@ def load_model(source, monkeypatch):
     return module
 
 
+def errors_with(fault, monkeypatch):
+    """The reference check's errors on model.py's text with one deliberate fault."""
+    variant, snippet, replacement = fault
+    assert SOURCE.count(snippet) == 1, f"{snippet!r} no longer stands in model.py exactly once: give this fault what replaced it"
+    return errors_against_reference(load_model(SOURCE.replace(snippet, replacement), monkeypatch), variant, L=3, N=2)
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_turns_the_reference_check_red(fault, monkeypatch):
-    variant, snippet, replacement = FAULTS[fault]
-    assert SOURCE.count(snippet) == 1, f"{snippet!r} no longer stands in model.py exactly once: give FAULTS[{fault!r}] what replaced it"
-    module = load_model(SOURCE.replace(snippet, replacement), monkeypatch)
-    assert errors_against_reference(module, variant, L=3, N=2)["logits"] > 1e-6
+    assert errors_with(FAULTS[fault], monkeypatch)["logits"] > 1e-6
 
 
 @pytest.mark.parametrize("fault", GRADIENT_FAULTS)
 def test_a_fault_of_the_backward_turns_the_gradients_red(fault, monkeypatch):
-    variant, snippet, replacement = GRADIENT_FAULTS[fault]
-    assert SOURCE.count(snippet) == 1, f"{snippet!r} no longer stands in model.py exactly once: give GRADIENT_FAULTS[{fault!r}] what replaced it"
-    errors = errors_against_reference(load_model(SOURCE.replace(snippet, replacement), monkeypatch), variant, L=3, N=2)
+    errors = errors_with(GRADIENT_FAULTS[fault], monkeypatch)
     assert errors["logits"] < 1e-9 and worst(errors)[0] > 1e-6
 
 
