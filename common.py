@@ -376,7 +376,8 @@ class TrainConfig:
     milestones: tuple[int, ...] = key((), "tokens at which to evaluate; empty: 1/8, 1/4, 1/2 and all of max_tokens", machine=True)
     eval_interval: int = key(0, "updates between further evaluations; 0: milestones and the end only", zero=True, machine=True)
     log_interval: int = key(10, "updates between log lines", machine=True)
-    checkpoint_interval: int = key(250, "updates between checkpoints", machine=True)
+    checkpoint_minutes: float = key(10.0, "minutes between checkpoints", machine=True)
+    checkpoint_interval: int = key(0, "updates between further checkpoints; 0: by the clock only", zero=True, machine=True)
     out_dir: str = key("", "the run's folder; empty: out/CONFIG/VARIANT-sSEED", machine=True)
     wait: bool = key(False, "where another process trains this very run, wait for it to end", machine=True)
     # machine

@@ -340,6 +340,7 @@ def main(config, name):
     say(f"{n_params:,} parameters, {device}, {config.dtype}{', compiled' if compiled else ''}, {WORLD} rank(s) x {passes} passes x "
         f"{config.micro_batch} x {config.context} tokens; updates {step} to {last}")  # fmt: skip
     first, started, spent, since = step, time.perf_counter(), 0.0, step  # spent: seconds of updates since the last log line
+    saved, aside = started, {"evaluation": 0.0, "checkpoints": 0.0}  # when the last checkpoint was; seconds that were no updates
     while step < last:
         began = time.perf_counter()
         ids = common.batch_windows(config.seed, step, batch, len(windows["train"]))[RANK * share : (RANK + 1) * share]
@@ -371,6 +372,7 @@ def main(config, name):
             metrics.write(kind="train", step=step, tokens=tokens, loss=loss, lr=lr, grad_norm=float(grad_norm), tokens_per_s=rate)
             say(f"step {step}/{last}  loss {loss:.4f}  lr {lr:.2e}  grad {float(grad_norm):.2f}  {rate:,.0f} tokens/s  {clock(left)} left")
             spent, since = 0.0, step
+        began = time.perf_counter()
         if step in milestones or (config.eval_interval and step % config.eval_interval == 0):
             val_nll = evaluate(model, windows["val"], config, device, autocast)
             stop_unless_finite(step, f"validation {val_nll}", val_nll)
@@ -380,11 +382,18 @@ def main(config, name):
             test_nll = evaluate(model, windows["test"], config, device, autocast)
             metrics.write(kind="test", step=step, tokens=tokens, test_nll=test_nll)
             say(f"step {step}/{last}  test {test_nll:.4f} nats a token")
-        if step % config.checkpoint_interval == 0 or step == last or told:
+        evaluated = time.perf_counter()
+        due = evaluated - saved > 60 * config.checkpoint_minutes or (config.checkpoint_interval and step % config.checkpoint_interval == 0)
+        if due or step == last or told:  # rank 0's clock counts: it alone writes
             save()  # last of all, so that a checkpoint's step has all its records
+            saved = time.perf_counter()
+            aside["checkpoints"] += saved - evaluated
+        aside["evaluation"] += evaluated - began
         if told and step < last:
             say(f"told to stop; saved at step {step}: run the same command to go on")
             return INTERRUPTED
+    total = time.perf_counter() - started
+    say(f"finished: updates {first} to {last} in {clock(total)}; " + ", ".join(f"{what} {seconds / total:.1%}" for what, seconds in aside.items()))
     return 0
 
 

@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -688,6 +689,29 @@ def test_a_finished_run_run_again_does_nothing(data, solo, tmp_path, capfd):
     again = run(data, tmp_path / "out")
     assert again.reads == [] and "finished: 6 updates" in capfd.readouterr().out
     assert {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("interval, minutes, at", [(0, 1000, [6]), (0, 1e-9, [1, 2, 3, 4, 5, 6]), (4, 1000, [4, 6]), (0, 1, [2, 4, 6])])
+def test_checkpoints_come_by_the_clock_or_by_the_update(interval, minutes, at, data, solo, tmp_path, monkeypatch):
+    """Whenever they come, the run is the same. In the last case an update takes 30.5 seconds."""
+    saves, original, now = [], common.save_checkpoint, [0.0]
+    monkeypatch.setattr(common, "save_checkpoint", lambda path, state: saves.append(state["step"]) or original(path, state))
+    if minutes == 1:
+        monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
+
+    def tick(split, read):
+        if split == "train" and read % 2:
+            now[0] += 30.5
+
+    whole = run(data, tmp_path / "out", tick, checkpoint_interval=interval, checkpoint_minutes=minutes)
+    assert saves == at
+    assert_same_run(whole, solo)
+
+
+def test_a_run_says_what_share_was_no_update(data, tmp_path, capfd):
+    run(data, tmp_path / "out")
+    shares = re.search(r"finished: updates 0 to 6 in \d+:\d\d; evaluation (\S+)%, checkpoints (\S+)%", capfd.readouterr().out)
+    assert all(0 < float(share) < 100 for share in shares.groups()) and sum(map(float, shares.groups())) < 100
 
 
 def test_a_run_stopped_by_stop_tokens_goes_on_when_they_are_raised(data, solo, tmp_path):
