@@ -481,9 +481,12 @@ def draw_scaling(rows, path):
             ratio = np.array([row["ratio"] for row in part])
             error = [ratio - [row["low"] for row in part], [row["high"] for row in part] - ratio]
             axis.errorbar([row["value"] for row in part], ratio, error, marker="o", capsize=3, label=pair)
+        values = sorted({row["value"] for row in rows if row["key"] == key})
         axis.set_xscale("log", base=2)
-        axis.set_xlabel(key)
-    axes[0].set_ylabel("ratio of tokens/s")
+        axis.set_xticks(values, values)
+        axis.set_xlabel(dict(n_layer="layers L", n_blocks="blocks N", d_model="width D").get(key, key))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("ratio of tokens/s, 95 % interval")
     axes[0].legend()
     with common.atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=120)
