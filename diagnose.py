@@ -161,16 +161,6 @@ def run_routes(run, windows, device):
     return {"run": run.name, "seed": run.seed, "step": state["step"], **route_statistics(gpt, windows)}
 
 
-def pick_device(name):
-    """The torch device `name`; `auto` is a CUDA GPU where there is one, else the CPU."""
-    import torch
-
-    try:
-        return torch.zeros(1, device=("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else name).device
-    except (AssertionError, RuntimeError) as error:
-        raise UserError(f"device: {name!r} cannot be used here ({str(error).splitlines()[0]}); name another with --device") from error
-
-
 def variant_routes(runs, windows, device, notes):
     """The routes of one variant's runs and their means over the runs; None where no run has any. Routes drift apart as training
     goes on: only the runs whose checkpoint is at the latest step count."""
@@ -580,7 +570,7 @@ def plain(value):
 def main(argv=None):
     parser = argparse.ArgumentParser(description="Runs -> paired statistics against block, route divergence, tables and plots.")
     parser.add_argument("folders", nargs="+", help="folders of runs, or runs")
-    parser.add_argument("--out", help="folder for the report (default: the first folder, or the one around a run)")
+    parser.add_argument("--out", help="folder for the report (default: the folder given, or the one around several runs)")
     parser.add_argument("--data_dir", help="folder of the shards (default: the runs' own)")
     parser.add_argument("--route_tokens", type=int, default=2**14, help="validation tokens to measure routes on (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="where to compute the routes (default: a GPU if there is one)")
@@ -589,7 +579,8 @@ def main(argv=None):
     notes, routes, comparisons, figures = [], {}, [], []
     runs = find_runs(args.folders, notes)
     first = Path(args.folders[0])
-    out = Path(args.out or (first.parent if (first / "config.json").exists() else first))
+    several = len(args.folders) > 1 and (first / "config.json").exists()
+    out = Path(args.out or (first.parent if several else first))  # one run alone is no report on all those around it
     common.make_folder(out, "out")
 
     variants = list(dict.fromkeys(run.variant for run in runs))
@@ -599,7 +590,7 @@ def main(argv=None):
         notes.append(f"Nothing is paired: the runs are all of {', '.join(variants)}; a pair is of {PARENT} and another variant.")
     windows = validation_windows(runs, args.data_dir, args.route_tokens, notes) if args.route_tokens else None
     if windows is not None:
-        device = pick_device(args.device)
+        device = common.pick_device(args.device)
         routes = {v: variant_routes([run for run in runs if run.variant == v], windows, device, notes) for v in variants}
         routes = {variant: entry for variant, entry in routes.items() if entry}
 

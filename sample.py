@@ -23,14 +23,12 @@ def main(argv=None):
 
     import torch
 
-    try:
-        generator = torch.Generator(args.device).manual_seed(args.seed)
-    except RuntimeError as error:
-        raise common.UserError(f"--device: {args.device!r} cannot be used here ({str(error).splitlines()[0]}); try --device cpu") from error
-    model, state = common.load_run(args.run, args.device)
+    device = common.pick_device(args.device)
+    generator = torch.Generator(device).manual_seed(args.seed)
+    model, state = common.load_run(args.run, device)
     encoding = common.get_tokenizer(state["config"]["tokenizer"])
     # as in training, a document starts with <|endoftext|>
-    idx = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary(args.prompt)]], device=args.device)
+    idx = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary(args.prompt)]], device=device)
     try:
         tokens = model.generate(idx, args.tokens, args.temperature, args.top_k, generator)[0, 1:].tolist()
     except ValueError as error:

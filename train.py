@@ -61,19 +61,7 @@ def learning_rate(step, config):
 
 def pick_device(config):
     """The torch.device of this rank; raises UserError for one that is not here."""
-    name = config.device
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise UserError(f"config key device: {name!r} is none of auto, cpu, cuda, cuda:N, mps") from None
-    here = {"cpu": 1, "cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}.get(device.type, 0)
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", LOCAL_RANK)
-    if (device.index or 0) >= here:
-        raise UserError(f"config key device: {device} is not available here ({here} of its kind are); try --device=cpu")
-    return device
+    return common.pick_device(config.device, "config key device", LOCAL_RANK)
 
 
 def pick_dtype(config, device):

@@ -328,6 +328,9 @@ def test_single_runs_are_named_and_reported_beside(tmp_path, data, capsys):
     assert len(json.loads((tmp_path / "summary.json").read_text())["runs"]) == 2
     diagnose.main([str(tmp_path / "block-s1"), str(tmp_path / "rd-s1"), "--out", str(tmp_path / "new" / "place")])
     assert (tmp_path / "new" / "place" / "report.md").exists()
+    before = (tmp_path / "report.md").read_bytes()
+    diagnose.main([str(tmp_path / "rd-s1")])  # one run alone: in its own folder, not over the report on all
+    assert (tmp_path / "report.md").read_bytes() == before and (tmp_path / "rd-s1" / "report.md").exists()
 
 
 def test_lengths_gaps_and_accidents(tmp_path, data, capsys):
@@ -382,7 +385,7 @@ def test_equal_differences_are_said(tmp_path, data, capsys):
 
 def test_one_variant_alone(tmp_path, data, capsys):
     write_run(tmp_path, data, "rd", 1, [5, 4, 3], checkpoint=random_gpt("rd"))
-    with pytest.raises(UserError, match="device: 'abacus' cannot be used here"):
+    with pytest.raises(UserError, match="--device: 'abacus' is none of auto, cpu"):
         diagnose.main([str(tmp_path), "--device=abacus"])
     summary, report, out = run_diagnose(tmp_path, capsys)
     assert summary["comparisons"] == [] and any("Nothing is paired" in note for note in summary["notes"])
