@@ -327,6 +327,9 @@ def main(config, name):
     milestones = {updates(tokens, config) for tokens in config.milestones} | {last}
     say(f"{n_params:,} parameters, {device}, {config.dtype}{', compiled' if compiled else ''}, {WORLD} rank(s) x {passes} passes x "
         f"{config.micro_batch} x {config.context} tokens; updates {step} to {last}")  # fmt: skip
+    n_train, n_val = len(windows["train"]), len(windows["val"])
+    say(f"windows of {config.context} tokens: {n_train:,} to train on, read {last * batch / n_train:.2g} times; "
+        f"evaluation on {len(windows['val'].spread(config.eval_tokens)):,} of {n_val:,}")  # fmt: skip
     first, started, spent, since = step, time.perf_counter(), 0.0, step  # spent: seconds of updates since the last log line
     saved, aside = started, {"evaluation": 0.0, "checkpoints": 0.0}  # when the last checkpoint was; seconds that were no updates
     while step < last:

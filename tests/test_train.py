@@ -708,9 +708,11 @@ def test_checkpoints_come_by_the_clock_or_by_the_update(interval, minutes, at, d
     assert_same_run(whole, solo)
 
 
-def test_a_run_says_what_share_was_no_update(data, tmp_path, capfd):
+def test_a_run_says_how_often_it_reads_the_data_and_what_share_was_no_update(data, tmp_path, capfd):
     run(data, tmp_path / "out")
-    shares = re.search(r"finished: updates 0 to 6 in \d+:\d\d; evaluation (\S+)%, checkpoints (\S+)%", capfd.readouterr().out)
+    out = capfd.readouterr().out
+    assert f"windows of {CONTEXT} tokens: 23 to train on, read {6 * BATCH / 23:.2g} times; evaluation on 7 of 11" in out
+    shares = re.search(r"finished: updates 0 to 6 in \d+:\d\d; evaluation (\S+)%, checkpoints (\S+)%", out)
     assert all(0 < float(share) < 100 for share in shares.groups()) and sum(map(float, shares.groups())) < 100
 
 
