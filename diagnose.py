@@ -419,7 +419,9 @@ def draw_routes(figure, routes):
             if entry["sources"][used[-1]] == "p":
                 ax.axvline(len(used) - 1.5, color=paper, lw=4)
             ax.set(facecolor="#E4E4E4", title=f"{variant}: {group.upper()} route", xlabel="source")
-            ax.set_xticks(range(len(used)), [f"${entry['sources'][c]}$" for c in used])
+            names = ["$p$" if entry["sources"][c] == "p" else f"$b_{{{c}}}$" for c in used]
+            ticks = [i for i, name in enumerate(names) if name == "$p$" or i % (1 + (len(used) - 1) // 10) == 0]  # as many as fit
+            ax.set_xticks(ticks, [names[i] for i in ticks])
         for ax in axes[len(groups) : -1]:
             ax.axis("off")
         row.colorbar(image, ax=axes[: len(groups)], label="mean weight", fraction=0.05, pad=0.01, extend="max")
