@@ -450,6 +450,7 @@ def scaling(options, config, argv):
     """Ratios over the grid, and the cost of a second rank; draws FOLDER/scaling.png."""
     device = train.pick_device(config)
     config, compiled, clock = settle(config, device), train.pick_compile(config, device), CLOCKS[options.clock]
+    common.make_folder(options.scaling, "scaling")
     rows = []
     for key, configs in grid(config).items():
         for point in configs:
@@ -461,7 +462,6 @@ def scaling(options, config, argv):
                 ratio, low, high = ratio_interval(seconds[top], seconds[bottom])
                 rows.append(dict(key=key, value=getattr(point, key), pair=f"{top}/{bottom}", ratio=ratio, low=low, high=high))
             print(f"{key} = {getattr(point, key):<5} rd/block {rows[-2]['ratio']:.3f}  block/prenorm {rows[-1]['ratio']:.3f}", flush=True)
-    common.make_folder(options.scaling, "scaling")
     draw_scaling(rows, Path(options.scaling) / "scaling.png")
     ranks = [child(options, argv, "rd", "ranks", ("-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}")) for n in (1, 2)]
     return dict(grid=rows, ranks=ranks)

@@ -439,6 +439,16 @@ def coerce(name, kind, value):
     raise UserError(f"config key {name}: {value!r} is not of type {wanted}")
 
 
+def check_config(values):
+    """Raise UserError unless `values` (a dict, as json reads it) have the types and ranges of TrainConfig."""
+    types = {field.name: field.type for field in dataclasses.fields(TrainConfig)}
+    typed = {name: coerce(name, types[name], value) for name, value in values.items()}
+    for name, value in values.items():
+        if typed[name] != (tuple(value) if isinstance(value, list) else value):
+            raise UserError(f"config key {name}: {value!r} is of another type")
+    TrainConfig(**typed)
+
+
 def parse_config(argv, description):
     """(TrainConfig, name of the config) from `[CONFIG.toml] [--key=value ...]`; `--key value` and a bare `--flag` work too.
 
@@ -499,7 +509,7 @@ def read_metrics(path):
         for line in file:
             with contextlib.suppress(ValueError):
                 records.append(json.loads(line))
-    return [record for record in records if isinstance(record, dict) and "step" in record]
+    return [record for record in records if isinstance(record, dict) and isinstance(record.get("step"), int)]
 
 
 def pick_device(name, key="--device", rank=0):

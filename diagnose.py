@@ -28,6 +28,11 @@ COLOURS = {"block": "#000000", "rd": "#0072B2", "prenorm": "#8C8C8C", "tied": "#
 # ---- statistics ------------------------------------------------------------------------------------------------------
 
 
+def perplexity_change(difference):
+    """exp(difference of two NLLs) - 1, kept within a float."""
+    return math.expm1(min(difference, 700.0))
+
+
 def t_cdf(t, df):
     """P(T <= t) of Student's t with a whole number `df` of degrees of freedom: the finite sums 26.7.3 and 26.7.4 of
     Abramowitz and Stegun, Handbook of Mathematical Functions."""
@@ -84,8 +89,8 @@ def paired_statistics(differences):
     wins, losses = sum(d < 0 for d in differences), sum(d > 0 for d in differences)
     p, floor = sign_test(wins, losses)
     return {**result, "wins": wins, "losses": losses, "ties": len(differences) - wins - losses, "sign_p": p, "sign_floor": floor,
-            "perplexity_change": math.expm1(result["mean"]),
-            "perplexity_interval": result["interval"] and [math.expm1(end) for end in result["interval"]]}  # fmt: skip
+            "perplexity_change": perplexity_change(result["mean"]),
+            "perplexity_interval": result["interval"] and [perplexity_change(end) for end in result["interval"]]}  # fmt: skip
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------------
@@ -230,26 +235,34 @@ class Run:
 def read_run(path, notes):
     """The Run in the folder `path`. What is odd about it goes to `notes`, a sentence each."""
     config = common.read_json(path / "config.json")
-    if missing := {"variant", "seed", "batch_tokens", "max_tokens", "stop_tokens", "milestones"} - config.keys():
-        raise UserError(f"{path / 'config.json'}: has no {', '.join(sorted(missing))}; train.py did not write it: leave this folder out")
-    run, broken, why, metrics = Run(str(path), config["variant"], config["seed"], config), 0, "", path / "metrics.jsonl"
+    keys = common.identity(dataclasses.asdict(common.TrainConfig())).keys() | {"stop_tokens", "milestones", "data_dir", "data_id"}
+    if missing := keys - config.keys():
+        several = f" and {len(missing) - 3} other keys" if len(missing) > 3 else ""
+        raise UserError(f"{path / 'config.json'}: has no {', '.join(sorted(missing)[:3])}{several}; train.py did not write it: leave this folder out")
+    try:
+        common.check_config({name: value for name, value in config.items() if name in keys - {"data_id"}})
+    except UserError as error:
+        raise UserError(f"{path / 'config.json'}: {error}; train.py did not write it so: leave this folder out") from error
+    run, tests, broken, why, metrics = Run(str(path), config["variant"], config["seed"], config), {}, 0, "", path / "metrics.jsonl"
     for line in metrics.read_bytes().splitlines() if metrics.exists() else []:
         try:
             record = json.loads(line)
             kind, value = record["kind"], record.get("val_nll", record.get("test_nll", 0.0))
             if not math.isfinite(value):
                 raise ValueError("not finite")
+            if kind in ("eval", "test") and not isinstance(record["tokens"], int):
+                raise ValueError("no count")
             if kind == "eval":
                 run.evals[record["tokens"]] = value
             elif kind == "test":
-                run.test_nll, run.status = value, "finished"
+                tests[record["tokens"]] = value
             elif kind == "diverged":
                 run.status, why = "diverged", f" at step {record['step']} ({record['why']})"
         except (ValueError, KeyError, TypeError, AttributeError):
             broken += 1
     goal = run.end_of_update(config["stop_tokens"] or config["max_tokens"])
-    if run.status == "unfinished" and max(run.evals, default=0) >= goal:
-        run.status = "finished"
+    if run.status == "unfinished" and max([*run.evals, *tests], default=0) >= goal:
+        run.status, run.test_nll = "finished", tests.get(goal)  # not the test of an earlier stop
     counts = f"it counts up to {short(max(run.evals))} tokens, its last evaluation" if run.evals else "it has no evaluation to count"
     if broken:
         notes.append(f"{run.name}: {broken} line(s) of {metrics} are cut short or not finite, and left out.")
@@ -317,7 +330,7 @@ def compare(variant, runs, notes):
     for seed, (parent, run) in pairs.items():
         for tokens in parent.evals.keys() & run.evals.keys():
             before, after = parent.evals[tokens], run.evals[tokens]
-            change = {"difference": after - before, "perplexity_change": math.expm1(after - before)}
+            change = {"difference": after - before, "perplexity_change": perplexity_change(after - before)}
             points.setdefault(tokens, []).append({"seed": seed, PARENT: before, variant: after} | change)
     if not points:
         notes.append(f"{variant} is not compared: none of its runs shares an evaluation with the {PARENT} of its seed.")

@@ -109,7 +109,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(config.d_model))
 
     def forward(self, x):
-        return F.rms_norm(wide(x), self.weight.shape, self.weight, self.eps).to(x.dtype)
+        return F.rms_norm(wide(x), self.weight.shape, wide(self.weight), self.eps).to(x.dtype)
 
 
 def inverse_rms(x, eps):
@@ -192,6 +192,19 @@ class SourceOps(NamedTuple):
     state_gradient: Callable = state_gradient
 
 
+def first_order(backward):
+    """A backward in closed form, which has no derivative itself. once_differentiable alone would not always say so."""
+
+    once = once_differentiable(backward)
+
+    def checked(ctx, *gradients):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            raise RuntimeError("the depth reads have first derivatives only: no create_graph=True through them")
+        return once(ctx, *gradients)
+
+    return checked
+
+
 class MixFinished(torch.autograd.Function):
     """Phase 1: SourceOps, directions g * w (R, D), K states and their K inverse rms -> lse (B, T, R), alphas (K, B, T, R), R times h' (B, T, D).
 
@@ -214,7 +227,7 @@ class MixFinished(torch.autograd.Function):
         return lse, alphas, *mixtures
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, d_lse, _, *d_mixtures):
         directions, logits, alphas, *sources = ctx.saved_tensors
         states, inverses = sources[: len(alphas)], sources[len(alphas) :]
@@ -244,7 +257,7 @@ class MergeRunning(torch.autograd.Function):
         return betas, *merged
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, _, *d_merged):
         directions, p, r, dots, betas, *merged = ctx.saved_tensors
         d_logits = betas * torch.stack([(d * (wide(p) - h)).sum(-1) for d, h in zip(d_merged, merged)], -1)
@@ -303,7 +316,7 @@ class DepthRead(nn.Module):
             betas, *mixtures = MergeRunning.apply(partial.directions, partial.lse, *running, *mixtures)
         if self.averaged and len(mixtures) > 1:
             mixtures = [sum(mixtures) / len(mixtures)] * len(mixtures)
-        return mixtures, betas
+        return [h.to(self.key_norm.weight.dtype) for h in mixtures], betas  # half where the weights are: model.bfloat16()
 
 
 def whole_alphas(alphas, betas):
@@ -505,8 +518,10 @@ class GPT(nn.Module):
         """
         if idx.shape[1] == 0:
             raise ValueError("generation needs at least one token to continue")
-        if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(f"temperature = {temperature} must be 0 or more, top_k = {top_k} at least 1")
+        if not 0 <= temperature < math.inf:
+            raise ValueError(f"temperature = {temperature} must be 0 or more, and finite")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k = {top_k} must be at least 1")
         caches, cached = [{} for _ in self.layers], 0
         for _ in range(max_new_tokens):
             if idx.shape[1] <= self.config.context:
@@ -520,6 +535,6 @@ class GPT(nn.Module):
             else:
                 if top_k is not None and top_k < logits.shape[-1]:
                     logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -math.inf)
-                token = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)
+                token = torch.multinomial(((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1), 1, generator=generator)
             idx = torch.cat([idx, token], 1)
         return idx

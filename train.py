@@ -280,6 +280,9 @@ def main(config, name):
     if not state and (out_dir / "config.json").exists():  # stopped before its first checkpoint, or that is lost
         theirs = common.read_json(out_dir / "config.json")
         refuse_other(theirs, theirs.get("data_id"), config, data_id, out_dir)
+        if RANK == 0 and any(record.get("kind") in ("eval", "test") for record in common.read_metrics(out_dir / "metrics.jsonl")):
+            os.replace(out_dir / "metrics.jsonl", out_dir / "metrics.lost.jsonl")
+            common.warn(f"{out_dir} has no checkpoint: beginning anew; the records of the run before are in metrics.lost.jsonl")
     del state
     if all_reduce([step], device) != [step * WORLD]:
         raise UserError(f"out_dir: the ranks found different checkpoints in {out_dir}; it must lie where all of them see it")

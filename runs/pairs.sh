@@ -17,8 +17,10 @@ for option in "$@"; do
         --seed*|--variant*) echo "error: $0: variants and seeds are its second and third argument, not $option" >&2; exit 2 ;;
     esac
 done
-if [[ ! -f $config || -z ${variants// } || -z ${seeds// } || ! ${JOBS:-1} =~ ^[1-9][0-9]*$ ]]; then
-    echo "error: $0: wants a config file, variants, seeds, and JOBS (if set) above zero; not '$config' '$variants' '$seeds' JOBS=${JOBS:-}" >&2
+set -f  # variants and seeds are words, not file names
+count=^[1-9][0-9]*$
+if [[ ! -f $config || -z ${variants//[[:space:]]} || -z ${seeds//[[:space:]]} || ! ${JOBS:-1} =~ $count || ! ${NPROC:-1} =~ $count ]]; then
+    echo "error: $0: wants a config file, variants, seeds, and JOBS and NPROC (if set) above zero; not '$config' '$variants' '$seeds' JOBS=${JOBS:-} NPROC=${NPROC:-}" >&2
     exit 2
 fi
 here=$(cd "$(dirname "$0")/.." && pwd)

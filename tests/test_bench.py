@@ -3,6 +3,7 @@ import copy
 import json
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -231,6 +232,14 @@ def test_one_step_is_trains(tmp_path):
     plain.optimizer.step()
     for (name, got), expected in zip(entrant.model.named_parameters(), plain.model.parameters()):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7, msg=name)
+
+
+def test_scaling_into_a_file_is_said_before_anything_is_measured(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(bench, "Entrant", lambda *args: pytest.fail("measured"))
+    options = types.SimpleNamespace(scaling=str(tmp_path / "file"), clock="wall", rounds=2)
+    with pytest.raises(common.UserError, match="scaling: cannot create the folder"):
+        bench.scaling(options, common.TrainConfig(device="cpu", dtype="float32", compile="false", vocab_size=257), [])
 
 
 def test_scaling_grid():

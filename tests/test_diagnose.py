@@ -318,7 +318,7 @@ def test_what_is_no_run(tmp_path, data, capsys):
     summary, _, out = run_diagnose(tmp_path / "a", capsys, str(tmp_path / "a" / "rd-s1"))  # the same run twice is one run
     assert len(summary["runs"]) == 2 and any("stray has no config.json" in note for note in summary["notes"])
     (tmp_path / "a" / "rd-s1" / "config.json").write_text("{}")
-    with pytest.raises(UserError, match="has no batch_tokens, .*variant"):
+    with pytest.raises(UserError, match="has no adam_eps, batch_tokens, betas and 25 other keys; train.py did not write it"):
         diagnose.main([str(tmp_path / "a")])
 
 
@@ -331,6 +331,36 @@ def test_single_runs_are_named_and_reported_beside(tmp_path, data, capsys):
     before = (tmp_path / "report.md").read_bytes()
     diagnose.main([str(tmp_path / "rd-s1")])  # one run alone: in its own folder, not over the report on all
     assert (tmp_path / "report.md").read_bytes() == before and (tmp_path / "rd-s1" / "report.md").exists()
+
+
+def test_a_stop_on_the_way_is_no_end(tmp_path, data, capsys):
+    """A run that was stopped early, then sent on: its first test does not count, and it is still going."""
+    write_pairs(tmp_path, data, 2)
+    path = write_run(tmp_path, data, "rd", 3, [5, 4], lines=[json.dumps({"kind": "test", "step": 2, "tokens": 2 * B, "test_nll": 4.5}) + "\n"])
+    write_run(tmp_path, data, "block", 3, [5, 4], test=3.0)
+    summary = run_diagnose(tmp_path, capsys)[0]
+    run = {run["path"]: run for run in summary["runs"]}
+    assert run[str(path)]["status"] == "unfinished" and run[str(path)]["test_nll"] is None and run[str(tmp_path / "block-s3")]["test_nll"] == 3.0
+    assert any("rd-s3 is still going" in note for note in summary["notes"])
+
+
+@pytest.mark.parametrize("key, value", [("milestones", None), ("milestones", ["x"]), ("milestones", "5"), ("stop_tokens", "x"), ("max_tokens", None), ("variant", 3),
+                                        ("variant", ["rd"]), ("seed", "1"), ("seed", None), ("batch_tokens", 0), ("context", "a"), ("data_dir", 5), ("vocab_size", True)])  # fmt: skip
+def test_an_edited_config_is_named(tmp_path, data, key, value):
+    write_pairs(tmp_path, data, 1)
+    for path in tmp_path.glob("*/config.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {key: value}))
+    with pytest.raises(UserError, match=rf"block-s1/config.json: config key {key}: .*leave this folder out") as error:
+        diagnose.main([str(tmp_path)])
+    assert "\n" not in str(error.value)
+
+
+def test_records_of_the_wrong_type_or_of_huge_losses(tmp_path, data, capsys):
+    write_pairs(tmp_path, data, 2)
+    with open(tmp_path / "rd-s1" / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "eval", "step": 9, "tokens": "a", "val_nll": 5.0}\n' + json.dumps({"kind": "eval", "step": 8, "tokens": MILESTONES[-1], "val_nll": 900.0}) + "\n")
+    summary = run_diagnose(tmp_path, capsys)[0]
+    assert any("1 line(s)" in note for note in summary["notes"]) and max(p["difference"] for p in summary["comparisons"][0]["pairs"]) > 890
 
 
 def test_lengths_gaps_and_accidents(tmp_path, data, capsys):

@@ -388,6 +388,37 @@ def test_frozen_query_stays_zero():
     assert torch.allclose(route, torch.full_like(route, 1 / len(route)), atol=1e-15)
 
 
+# ---- limits of the closed-form backward, and half precision without autocast ----
+
+@pytest.mark.parametrize("name", ["tok_emb.weight", "layers.1.attn_read.query", "final_read.query"])
+@pytest.mark.parametrize("variant", ["block", "rd"])
+def test_a_second_derivative_is_an_error_and_not_a_wrong_number(variant, name):
+    gpt = scatter(build(tiny(variant)))
+    loss, parameter = gpt(*tokens(gpt.config))[1], dict(gpt.named_parameters())[name]
+    with pytest.raises(RuntimeError, match="the depth reads have first derivatives only"):
+        torch.autograd.grad(loss, [parameter], create_graph=True)
+
+
+@pytest.mark.parametrize("variant", EVERY)
+def test_a_model_in_bfloat16_runs_and_is_near(variant):
+    gpt = scatter(build(tiny(variant)))
+    idx, targets = tokens(gpt.config)
+    half = copy.deepcopy(gpt).bfloat16()
+    loss = half(idx, targets)[1]
+    loss.backward()
+    assert half(idx)[0].dtype == torch.bfloat16 and loss.item() == pytest.approx(gpt(idx, targets)[1].item(), rel=0.05)
+    assert all(torch.isfinite(p.grad).all() for p in half.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0])
+def test_generation_refuses_a_temperature_that_is_none(temperature):
+    gpt = build(tiny("rd"))
+    with pytest.raises(ValueError, match="temperature = .* must be 0 or more, and finite"):
+        gpt.generate(tokens(gpt.config)[0], 2, temperature=temperature)
+    tiniest = [gpt.generate(tokens(gpt.config)[0], 4, temperature=t) for t in (0, 1e-40)]
+    assert torch.equal(*tiniest)
+
+
 # ---- sizes ----
 
 @pytest.mark.parametrize("size, millions, extra", [("S", 120.2, 9_216), ("M", 343.2, 19_968)])

@@ -24,12 +24,19 @@ def pairs(*words, **env):
     (["configs/demo.toml", "rd"], {}), (["configs/demo.toml", "rd", ""], {}), (["configs/demo.toml", "", "1"], {}),
     (["nowhere.toml", "rd", "1"], {}), (["--device=cpu", "rd", "1"], {}), (["configs/demo.toml", "rd", "1"], {"JOBS": "0"}),
     (["configs/demo.toml", "rd", "1"], {"JOBS": "many"}), (["configs/demo.toml", "rd", "1", "--out-dir=x"], {}),
+    (["configs/demo.toml", "\t", "1"], {}), (["configs/demo.toml", "rd", "1"], {"NPROC": "x"}),
     (["configs/demo.toml", "rd", "1", "--seed=2"], {}), (["configs/demo.toml", "rd", "1", "--variant", "block"], {}),
 ])  # fmt: skip
 def test_pairs_refuses_what_it_cannot_do(words, env, monkeypatch):
     monkeypatch.chdir(ROOT)
     result = pairs(*words, **env)
     assert result.returncode == 2 and result.stderr and not result.stdout
+
+
+def test_a_star_is_a_word_and_no_list_of_files(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    result = pairs("configs/demo.toml", "nope *", "1")
+    assert result.returncode == 2 and result.stdout == "run 1 of 2: nope, seed 1\n"
 
 
 def test_pairs_trains_each_run_once_side_by_side_and_reports_a_failure(data, tmp_path, monkeypatch):  # noqa: F811

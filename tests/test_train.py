@@ -772,14 +772,24 @@ def test_going_on_with_another_identity_key_is_refused_by_name(name, bare):
     assert {path.name: path.read_bytes() for path in bare.out.iterdir()} == before
 
 
-def test_a_run_without_a_checkpoint_is_begun_anew_but_another_is_not_put_in_its_place(data, solo, tmp_path):
+def test_a_run_without_a_checkpoint_is_begun_anew_but_another_is_not_put_in_its_place(data, solo, tmp_path, capfd):
     shutil.copytree(solo.out, tmp_path / "out")
     for path in (tmp_path / "out").glob("ckpt*.pt"):
         path.unlink()
     with pytest.raises(UserError, match="out holds a run with other settings: seed = .*, now 77; restore"):
         run(data, tmp_path / "out", seed=77)
     shutil.copytree(tmp_path / "out", tmp_path / "again")  # the refused one holds its lock as long as its error lives
+    records = (tmp_path / "again" / "metrics.jsonl").read_bytes()
     assert_same_run(run(data, tmp_path / "again"), solo)
+    assert (tmp_path / "again" / "metrics.lost.jsonl").read_bytes() == records  # a finished run's: kept
+    assert capfd.readouterr().err == f"warning: {tmp_path / 'again'} has no checkpoint: beginning anew; the records of the run before are in metrics.lost.jsonl\n"
+
+
+def test_a_record_that_is_none_is_left_out(data, tmp_path):
+    run(data, tmp_path / "out", stop_tokens=2 * UPDATE)
+    with open(tmp_path / "out" / "metrics.jsonl", "a") as file:
+        file.write('{"step": "abc"}\n{"step": null}\n[1]\n7\n')
+    assert [r["step"] for r in run(data, tmp_path / "out", stop_tokens=3 * UPDATE).train] == [1, 2, 3]
 
 
 def test_going_on_with_other_machine_keys_is_the_same_run(data, solo, tmp_path):
@@ -787,7 +797,7 @@ def test_going_on_with_other_machine_keys_is_the_same_run(data, solo, tmp_path):
     run(data, tmp_path / "out", stop_tokens=2 * UPDATE)
     (tmp_path / "out").rename(tmp_path / "moved")
     changes = dict(data_dir=str(tmp_path / "data"), verify=True, stop_tokens=5 * UPDATE, milestones=(4 * UPDATE,), eval_interval=3, log_interval=2,
-                   checkpoint_interval=1, out_dir=str(tmp_path / "moved"), device="auto" if not torch.cuda.is_available() else "cpu",
+                   checkpoint_interval=1, checkpoint_minutes=7.0, out_dir=str(tmp_path / "moved"), device="auto" if not torch.cuda.is_available() else "cpu",
                    compile="auto", micro_batch=2, wait=True, deterministic=True)  # fmt: skip
     assert changes.keys() == MACHINE
     rest = run(data, tmp_path / "moved", **changes)
