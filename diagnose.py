@@ -370,27 +370,34 @@ def save_figure(path, size, draw, *arguments):
 
 def draw_curves(figure, runs, comparisons):
     """Left: validation NLL over tokens, a run thin, a variant's mean bold, the range of its seeds shaded. Right: differences to
-    `block`, a pair thin, the mean bold, its 95 % interval shaded."""
+    `block`, a pair thin, the mean bold, its 95 % interval shaded. More than three variants: bars beside one another, no shades."""
     from matplotlib import ticker
 
     axes = figure.subplots(1, 2 if comparisons else 1, squeeze=False)[0]
     tokens = sorted({t for run in runs for t in run.evals if t > 0})
     mark = "o" if len(tokens) <= 12 else None
+    variants = list(dict.fromkeys(run.variant for run in runs if run.evals))
+    crowd = len(variants) > 3 and len(tokens) <= 12
 
     def draw(ax, variant, curves, band, label):
         colour = COLOURS.get(variant, "#8C564B")
-        for curve in curves:
+        for curve in [] if crowd else curves:
             ax.plot(*zip(*sorted(curve.items())), color=colour, lw=0.6, alpha=0.5)
-        grid = [t for t in tokens if all(t in curve for curve in curves)]
+        grid = np.array([t for t in tokens if all(t in curve for curve in curves)])
         values = [[curve[t] for curve in curves] for t in grid]
-        ax.plot(grid, [np.mean(v) for v in values], color=colour, lw=1.8, marker=mark, ms=3.5, label=label)
+        means, (low, high) = np.array([np.mean(v) for v in values]), np.reshape([band(v) for v in values] if len(curves) > 1 else [], (-1, 2)).T
+        if crowd and len(curves) > 1:
+            beside = grid * 1.03 ** (variants.index(variant) - len(variants) / 2)
+            ax.errorbar(beside, means, [means - low, high - means], color=colour, lw=1.2, marker=mark, ms=3.5, elinewidth=0.9, capsize=2, label=label)
+            return
+        ax.plot(grid, means, color=colour, lw=1.8, marker=mark, ms=3.5, label=label)
         if len(curves) > 1:
-            ax.fill_between(grid, *np.reshape([band(v) for v in values], (-1, 2)).T, color=colour, alpha=0.16, lw=0)
+            ax.fill_between(grid, low, high, color=colour, alpha=0.16, lw=0)
 
-    for variant in dict.fromkeys(run.variant for run in runs if run.evals):
+    for variant in variants:
         curves = [{t: nll for t, nll in run.evals.items() if t > 0} for run in runs if run.variant == variant and run.evals]
         draw(axes[0], variant, curves, lambda v: (min(v), max(v)), f"{variant}, n = {len(curves)}")
-    axes[0].set(title="Validation loss (band: range of the seeds)", ylabel="NLL, nats a token")
+    axes[0].set(title=f"Validation loss ({'bar' if crowd else 'band'}: range of the seeds)", ylabel="NLL, nats a token")
     axes[0].legend()
     if comparisons:
         axes[1].axhline(0, color=COLOURS[PARENT], lw=1.2)
@@ -402,7 +409,7 @@ def draw_curves(figure, runs, comparisons):
             draw(axes[1], comparison["variant"], list(curves.values()), t_interval, comparison["variant"])
         seen = [0.0] + [pair["difference"] for comparison in comparisons for point in comparison["curve"] for pair in point["pairs"]]
         room = 0.15 * (max(seen) - min(seen)) or 0.01
-        axes[1].set(title=f"Minus {PARENT} at equal seed (band: 95 % interval)", ylabel="difference, nats a token",
+        axes[1].set(title=f"Minus {PARENT} at equal seed ({'bar' if crowd else 'band'}: 95 % interval)", ylabel="difference, nats a token",
                     ylim=(min(seen) - room, max(seen) + room))  # fmt: skip  # an interval of two or three seeds may leave the frame
     for ax in axes:
         ax.set(xscale="log", xlabel="training tokens")
@@ -443,9 +450,9 @@ def draw_routes(figure, routes):
             ax.plot([*run["js"], run["js"].mean()], y, "o", ms=3.5, mew=0, alpha=0.45, color=colour)
         ax.plot(entry["js"], range(L), color=colour, lw=1.8)
         ax.plot(entry["js"].mean(), L + 1, "D", ms=6, color=colour)
-        ax.set(title=f"divergence: mean {entry['js'].mean():.3f}",
-               xlabel=f"JS of {both(entry)}, nats", xlim=(0, max(1.15 * max(run["js"].max() for run in entry["runs"]), 1e-3)))  # fmt: skip
-        ax.xaxis.set_major_locator(MaxNLocator(4))
+        ax.set(title=f"JS: mean {entry['js'].mean():.3f}",
+               xlabel=f"JS of {both(entry)}, nats", xlim=(0, max(1.15 * max(run["js"].max() for run in entry["runs"]), 0.01)))  # fmt: skip
+        ax.xaxis.set_major_locator(MaxNLocator(3))
         layers = range(0, L, 1 + L // 10)
         axes[0].set(ylabel="layer", ylim=(L + 1.5, -0.5))
         axes[0].set_yticks([*layers, L + 1], [*map(str, layers), "mean"])
