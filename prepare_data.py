@@ -1,7 +1,7 @@
 """Text -> token shards and manifest.json, for train.py.
 
     python prepare_data.py --tokenizer bytes --out data/docs-bytes                      # needs no network
-    python prepare_data.py --source fineweb-edu --max-tokens 2.5e9 --out data/fineweb-edu
+    python prepare_data.py --source fineweb-edu --max-tokens 2.2e9 --out data/fineweb-edu
     python prepare_data.py --source a.jsonl b.parquet c.txt --tokenizer bytes --out data/mine
 
 Sources   docs: de-duplicated docstrings of the standard library and of DISTRIBUTIONS below. fineweb-edu: HuggingFaceFW/
