@@ -1,0 +1,38 @@
+"""train.py with attention queries that start at random, not at zero: `apart`, a draw for each route; `together`, one for all routes of a layer.
+
+    python results/controls/random_start.py apart apart.toml --variant=average --seed=1 --device=cpu
+
+apart.toml: a copy of a config, whose name names the run's folder. The draws are N(0, 0.05), the size that trained queries have at xs,
+from a generator of their own: everything else starts and goes on as in train.py.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import common
+import train
+
+
+class RandomStart(train.GPT):
+    @torch.no_grad()
+    def init_weights(self):
+        super().init_weights()
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        for layer in self.layers:
+            draw = None
+            for name in layer.attn_read.queries:
+                if draw is None or HOW == "apart":
+                    draw = 0.05 * torch.randn(self.config.d_model, generator=generator)
+                getattr(layer.attn_read, name).copy_(draw)
+
+
+if __name__ == "__main__":
+    HOW = sys.argv[1] if len(sys.argv) > 1 else ""
+    if HOW not in ("apart", "together"):
+        sys.exit("error: the first argument is apart or together, then what train.py takes")
+    config, name = common.or_exit(common.parse_config, sys.argv[2:], __doc__)
+    train.GPT = RandomStart
+    sys.exit(common.or_exit(train.main, config, name))
