@@ -578,6 +578,11 @@ def load_checkpoint(run_dir, device="cpu"):
     return None
 
 
+def one_line(error):
+    """An exception's whole text in one line: torch names the tensor on the second one."""
+    return " ".join(str(error).split())[:300]
+
+
 def load_run(run_dir, device="cpu"):
     """(model, checkpoint) of a run folder's newest whole checkpoint. Raises UserError where there is none, or none that fits."""
     from model import GPT, ModelConfig
@@ -588,6 +593,7 @@ def load_run(run_dir, device="cpu"):
     try:
         model = GPT(ModelConfig(**{field.name: state["config"][field.name] for field in dataclasses.fields(ModelConfig)}))
         model.load_state_dict(state["model"])
-    except (KeyError, RuntimeError, ValueError) as error:
-        raise UserError(f"{run_dir}/ckpt.pt does not fit model.py: {str(error).splitlines()[0]}") from error
+        state["config"]["tokenizer"], state["step"]
+    except (KeyError, RuntimeError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{run_dir}/ckpt.pt does not fit model.py: {one_line(error)}; name another run") from error
     return model.to(device), state

@@ -433,11 +433,25 @@ def publish(out, files):
     fsync_folder(out)
 
 
+def sound(progress):
+    """Whether progress.json (a dict) has all that `prepare` goes on from, in the right types."""
+    numbers = [progress.get("documents"), progress.get("empty_documents")]
+    if not all(isinstance(progress.get(name), dict) for name in ("request", "files", "splits")) or not isinstance(progress.get("corpus_sha256"), str):
+        return False
+    for split in SPLITS:
+        counts = progress["splits"].get(split)
+        numbers += [counts.get(name) if isinstance(counts, dict) else None for name in ("documents", "bytes", "tokens", "growing")]
+    numbers += [about.get("tokens") if isinstance(about, dict) else None for about in progress["files"].values()]
+    return "position" in progress and all(type(n) is int and n >= 0 for n in numbers)
+
+
 def prepare(source, request, encoding, out, threads):
     """Write the shards of `source` and manifest.json into `out`, from the start or from progress.json on.
     Returns {split: {documents, bytes of text, tokens}}."""
     if (out / "progress.json").exists():
         progress = read_json(out / "progress.json")
+        if not sound(progress):
+            raise UserError(f"{out / 'progress.json'}: prepare_data.py did not write it so; delete {out} and prepare again")
         refuse_other(out, progress["request"], request)
         publish(out, progress["files"])
         print(f"{out}: going on after {len(progress['files'])} full shards", flush=True)

@@ -21,6 +21,9 @@ def main(argv=None):
     if args.tokens < 1:
         raise common.UserError(f"--tokens: {args.tokens} must be at least 1")
 
+    if not 0 <= args.seed < 2**63:
+        raise common.UserError(f"--seed: {args.seed} must lie in 0 .. 2**63 - 1")
+
     import torch
 
     device = common.pick_device(args.device)
@@ -33,7 +36,7 @@ def main(argv=None):
         tokens = model.generate(idx, args.tokens, args.temperature, args.top_k, generator)[0, 1:].tolist()
     except ValueError as error:
         raise common.UserError(str(error)) from error
-    print(encoding.decode(tokens))
+    common.log(encoding.decode(tokens))
 
 
 if __name__ == "__main__":

@@ -229,13 +229,21 @@ def restore(state, model, optimizer, config, data_id, out_dir):
     """Load a checkpoint into model and optimizer; returns the number of updates done. Refuses one of another run."""
     if missing := {"model", "optimizer", "step", "config", "data_id"} - state.keys():
         raise UserError(f"{out_dir}/ckpt.pt has no {', '.join(sorted(missing))}: train.py did not write it; name another --out_dir")
+    step = state["step"]
+    if not isinstance(step, int) or step < 0 or not isinstance(state["config"], dict):
+        raise UserError(f"{out_dir}/ckpt.pt holds step {step!r} and config of type {type(state['config']).__name__}: train.py did not write it; name another --out_dir")
     refuse_other(state["config"], state["data_id"], config, data_id, out_dir)
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
-    except (RuntimeError, ValueError, KeyError) as error:
-        raise UserError(f"{out_dir}/ckpt.pt does not fit the model: {str(error).splitlines()[0]}; name another --out_dir") from error
-    return state["step"]
+        if step and not optimizer.state:
+            raise ValueError("the optimizer's moments are missing")
+        for parameter, moments in optimizer.state.items():
+            if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
+                raise ValueError("the optimizer's moments have other shapes than the weights")
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{out_dir}/ckpt.pt does not fit the model: {common.one_line(error)}; name another --out_dir") from error
+    return step
 
 
 def clock(seconds):
@@ -287,8 +295,21 @@ def main(config, name):
     if all_reduce([step], device) != [step * WORLD]:
         raise UserError(f"out_dir: the ranks found different checkpoints in {out_dir}; it must lie where all of them see it")
     last = updates(config.stop_tokens or config.max_tokens, config)
+    n_params = sum(parameter.numel() for parameter in model.parameters())
+
+    def write_config():
+        with common.atomic_write(out_dir / "config.json", "w") as file:
+            versions = {"python": sys.version.split()[0], "torch": torch.__version__}
+            json.dump({**asdict(config), "name": name, "data_id": data_id, "n_params": n_params, "world": WORLD, **versions}, file, indent=1)
+
     if step >= last:
         say(f"finished: {step} updates, {step * config.batch_tokens:,} tokens; nothing to do")
+        try:
+            common.read_json(out_dir / "config.json")
+        except UserError:
+            if RANK == 0:
+                write_config()  # diagnose.py wants it
+                say("config.json was missing or damaged: written again from the checkpoint's run")
         return 0
 
     if compiled:
@@ -298,11 +319,8 @@ def main(config, name):
     def autocast():
         return torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16")
 
-    n_params = sum(parameter.numel() for parameter in model.parameters())
     if RANK == 0:
-        with common.atomic_write(out_dir / "config.json", "w") as file:
-            versions = {"python": sys.version.split()[0], "torch": torch.__version__}
-            json.dump({**asdict(config), "name": name, "data_id": data_id, "n_params": n_params, "world": WORLD, **versions}, file, indent=1)
+        write_config()
     metrics = Metrics(out_dir / "metrics.jsonl", step)
 
     def save():

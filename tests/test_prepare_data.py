@@ -263,6 +263,23 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.parametrize("edit", [lambda p: p.clear(), lambda p: p.update(request=5), lambda p: p.pop("splits"), lambda p: p.update(files=[]), lambda p: p.update(documents="x"),
+                                  lambda p: p["splits"]["train"].update(growing="a"), lambda p: p["splits"].update(val=3), lambda p: p["files"].update(a=1), lambda p: p.pop("position")])  # fmt: skip
+def test_an_edited_progress_file_is_refused_in_one_line(tmp_path, monkeypatch, edit):
+    source = write_jsonl(tmp_path / "a.jsonl", some_documents(60))
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_data, "publish", lambda *a: (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            prepare(tmp_path / "out", source, shard_tokens=3000)
+    path = tmp_path / "out" / "progress.json"
+    progress = json.loads(path.read_text())
+    assert prepare_data.sound(progress)
+    edit(progress)
+    path.write_text(json.dumps(progress))
+    with pytest.raises(UserError, match="progress.json: prepare_data.py did not write it so; delete .*out and prepare again"):
+        prepare(tmp_path / "out", source, shard_tokens=3000)
+
+
 @pytest.mark.parametrize("moment", ["before publishing", "after publishing", "between full and progress"])
 @pytest.mark.parametrize("nth", [1, 3, 8])
 def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path, monkeypatch, nth, moment):

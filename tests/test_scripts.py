@@ -79,7 +79,8 @@ def test_sample_continues_a_prompt_the_same_way_for_the_same_seed(data, tmp_path
     assert said[3] == [str(token) for token in common.load_run(out)[0].generate(idx, 5, temperature=0)[0, 1:].tolist()]
 
 
-@pytest.mark.parametrize("words", [["nowhere"], ["nowhere", "--tokens", "0"], ["nowhere", "--device", "abacus"], ["nowhere", "--device", "cuda:99"]])
+@pytest.mark.parametrize("words", [["nowhere"], ["nowhere", "--tokens", "0"], ["nowhere", "--device", "abacus"], ["nowhere", "--device", "cuda:99"],
+                                   ["nowhere", "--seed", "99999999999999999999"], ["nowhere", "--seed", "-1"]])
 def test_sample_says_what_is_wrong_in_one_line(words):
     with pytest.raises(common.UserError) as error:
         sample.main(words)

@@ -919,6 +919,31 @@ def test_a_checkpoint_that_train_did_not_write_is_refused(data, solo, tmp_path):
         run(data, tmp_path)
 
 
+@pytest.mark.parametrize("key, value", [("step", "x"), ("step", None), ("step", -3), ("step", 2.5), ("config", [1]), ("config", None), ("model", None), ("model", 5),
+                                        ("optimizer", None), ("optimizer", {"state": {}, "param_groups": 5}), ("optimizer", "no moments"), ("optimizer", "short moments")])  # fmt: skip
+def test_an_edited_checkpoint_is_refused_in_one_line(key, value, data, solo, tmp_path):
+    if isinstance(value, str) and key == "optimizer":
+        optimizer = {**solo.state["optimizer"]}
+        rows = 3 if value == "short moments" else 0
+        optimizer["state"] = {i: {name: t[:rows] if t.ndim == 2 else t for name, t in moments.items()} for i, moments in optimizer["state"].items()} if rows else {}
+        value = optimizer
+    common.save_checkpoint(tmp_path / "ckpt.pt", {**solo.state, key: value})
+    before = (tmp_path / "ckpt.pt").read_bytes()
+    with pytest.raises(UserError, match=rf"{tmp_path}/ckpt\.pt .*name another --out_dir") as error:
+        run(data, tmp_path, stop_tokens=6 * UPDATE)
+    assert "\n" not in str(error.value) and (tmp_path / "ckpt.pt").read_bytes() == before
+
+
+def test_a_finished_run_whose_config_json_is_lost_gets_it_back(data, solo, tmp_path):
+    for damage in (lambda path: path.unlink(), lambda path: path.write_text("")):
+        shutil.copytree(solo.out, tmp_path / "out", dirs_exist_ok=True)
+        damage(tmp_path / "out" / "config.json")
+        run(data, tmp_path / "out")
+        theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (solo.out, tmp_path / "out"))
+        assert {**ours, "out_dir": ""} == {**theirs, "out_dir": ""}
+        gc.collect()
+
+
 def test_a_warm_up_as_long_as_the_schedule_is_one_warning(data, tmp_path, capfd):
     run(data, tmp_path / "out", warmup_tokens=6 * UPDATE)
     err = capfd.readouterr().err.splitlines()
