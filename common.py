@@ -251,6 +251,8 @@ def check_data(data_dir, verify=False):
     Headers and sizes are read, and compared with the manifest where there is one; `verify` hashes every file too. data_id
     identifies the content: the manifest's sha256 (it holds every file's), or without one a hash of names, sizes and ends.
     """
+    if not data_dir:
+        raise UserError("data_dir: is empty; name a folder that prepare_data.py wrote with --data_dir")
     shards = find_shards(data_dir)
     tokens = {path.name: read_shard_header(path) for paths in shards.values() for path in paths}
     manifest = load_manifest(data_dir)

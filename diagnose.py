@@ -598,6 +598,8 @@ def main(argv=None):
     parser.add_argument("--device", default="auto", help="where to compute the routes (default: a GPU if there is one)")
     args = parser.parse_args(argv)
 
+    if args.route_tokens < 0:
+        raise UserError(f"--route_tokens: {args.route_tokens} must be 0 (no routes) or more")
     notes, routes, comparisons, figures = [], {}, [], []
     runs = find_runs(args.folders, notes)
     first = Path(args.folders[0])

@@ -516,8 +516,8 @@ class GPT(nn.Module):
         Keys and values are cached while the text fits the context; past it, each token is predicted from the last `context`
         ones, recomputed, since their positions move.
         """
-        if idx.shape[1] == 0:
-            raise ValueError("generation needs at least one token to continue")
+        if idx.ndim != 2 or idx.shape[1] == 0:
+            raise ValueError(f"generation continues ids (B, T) of at least one token, not of shape {tuple(idx.shape)}")
         if not 0 <= temperature < math.inf:
             raise ValueError(f"temperature = {temperature} must be 0 or more, and finite")
         if top_k is not None and top_k < 1:

@@ -273,6 +273,8 @@ def test_a_damaged_shard_is_found_before_the_run_and_named(damage, message, fold
 
 
 def test_a_folder_that_is_missing_or_has_no_train_or_val_shard_is_named(tmp_path, folder):
+    with pytest.raises(UserError, match=r"data_dir: is empty; name a folder"):
+        common.check_data("")
     with pytest.raises(UserError, match=r"data_dir: .*nowhere is not a folder; write one with"):
         common.check_data(tmp_path / "nowhere")
     for split in ("train", "val"):

@@ -414,6 +414,8 @@ def test_equal_differences_are_said(tmp_path, data, capsys):
 
 
 def test_one_variant_alone(tmp_path, data, capsys):
+    with pytest.raises(UserError, match="--route_tokens: -5 must be 0"):
+        diagnose.main([str(tmp_path), "--route_tokens=-5"])
     write_run(tmp_path, data, "rd", 1, [5, 4, 3], checkpoint=random_gpt("rd"))
     with pytest.raises(UserError, match="--device: 'abacus' is none of auto, cpu"):
         diagnose.main([str(tmp_path), "--device=abacus"])

@@ -410,6 +410,12 @@ def test_a_model_in_bfloat16_runs_and_is_near(variant):
     assert all(torch.isfinite(p.grad).all() for p in half.parameters() if p.grad is not None)
 
 
+@pytest.mark.parametrize("shape", [(3,), (1, 0), (1, 2, 3)])
+def test_generation_refuses_ids_of_another_shape(shape):
+    with pytest.raises(ValueError, match="generation continues ids"):
+        build(tiny("rd")).generate(torch.zeros(shape, dtype=torch.long), 2)
+
+
 @pytest.mark.parametrize("temperature", [math.nan, math.inf, -1.0])
 def test_generation_refuses_a_temperature_that_is_none(temperature):
     gpt = build(tiny("rd"))
