@@ -47,8 +47,19 @@ def or_exit(function, *arguments):
 
 
 def run_main(main):
-    """Run a script: main() returns its exit status."""
-    sys.exit(or_exit(main))
+    """Run a script: main() returns its exit status. It ends with 1 and without a word where the reader of its output has gone
+    (`| head`), with one line where the output cannot be written."""
+    try:
+        status = or_exit(main)
+        sys.stdout.flush()
+        sys.exit(status)
+    except OSError as error:
+        if error.filename is not None:  # about a file, not about the output
+            raise
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)
+        print(f"error: cannot write the output: {error.strerror}", file=sys.stderr)
+        sys.exit(2)
 
 
 def log(message):

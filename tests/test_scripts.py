@@ -1,4 +1,4 @@
-"""runs/pairs.sh and sample.py, as a user calls them."""
+"""runs/pairs.sh, sample.py and the output of scripts, as a user calls them."""
 
 import dataclasses
 import json
@@ -77,6 +77,14 @@ def test_sample_continues_a_prompt_the_same_way_for_the_same_seed(data, tmp_path
     assert said[0] == said[1] != said[2] and all(len(words) == 7 for words in said)  # the prompt and five more
     idx = torch.tensor([[1, *SmallTokenizer.encode_ordinary("ab")]])
     assert said[3] == [str(token) for token in common.load_run(out)[0].generate(idx, 5, temperature=0)[0, 1:].tolist()]
+
+
+@pytest.mark.parametrize("shell, status, error", [("> /dev/full", 2, "error: cannot write the output: No space left on device\n"), ("| true", 1, "")])
+def test_output_that_nobody_takes_is_no_traceback(data, tmp_path, shell, status, error):  # noqa: F811
+    run(data, tmp_path, max_tokens=256, warmup_tokens=0, milestones=())
+    command = f"{sys.executable} {ROOT / 'diagnose.py'} {tmp_path} --route_tokens=0 {shell}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", command], env=ENV, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (status, error)
 
 
 @pytest.mark.parametrize("words", [["nowhere"], ["nowhere", "--tokens", "0"], ["nowhere", "--device", "abacus"], ["nowhere", "--device", "cuda:99"],

@@ -780,8 +780,9 @@ def test_a_run_without_a_checkpoint_is_begun_anew_but_another_is_not_put_in_its_
         run(data, tmp_path / "out", seed=77)
     shutil.copytree(tmp_path / "out", tmp_path / "again")  # the refused one holds its lock as long as its error lives
     records = (tmp_path / "again" / "metrics.jsonl").read_bytes()
+    (tmp_path / "again" / "metrics.lost.jsonl").write_text("lost before\n")
     assert_same_run(run(data, tmp_path / "again"), solo)
-    assert (tmp_path / "again" / "metrics.lost.jsonl").read_bytes() == records  # a finished run's: kept
+    assert (tmp_path / "again" / "metrics.lost.jsonl").read_bytes() == b"lost before\n" + records  # a finished run's: kept
     assert capfd.readouterr().err == f"warning: {tmp_path / 'again'} has no checkpoint: beginning anew; the records of the run before are in metrics.lost.jsonl\n"
 
 
