@@ -20,6 +20,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import asdict, fields, replace
+from functools import partial
 from pathlib import Path
 
 import common
@@ -63,8 +64,9 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+import fused
 import train
-from model import VARIANTS, DepthRead, ModelConfig, Source, inverse_rms, read_finished, wide
+from model import VARIANTS, DepthRead, ModelConfig, RMSNorm, Source, inverse_rms, read_finished, wide
 
 MiB = 2**20
 BF16_PEAK = {  # dense bf16 FLOP/s by NVIDIA's data sheets; the first name that the device's contains
@@ -133,6 +135,9 @@ class Entrant:
         ids = torch.randint(config.vocab_size, (passes, config.micro_batch, config.context + 1))
         self.batches = [(rows[:, :-1].contiguous(), rows[:, 1:].contiguous()) for rows in ids.to(device)]
         self.net, self.seconds, self.compiled = self.model, [], compiled
+        self.kernel = name != "plain" and train.pick_fused(self.config, device)
+        if self.kernel:
+            self.model.read_finished = fused.read_finished
         if compiled and name == "plain":
             self.model.compile(fullgraph=True, dynamic=False)
         elif compiled:
@@ -285,17 +290,19 @@ def copy_rate(sources):
     return 2 * sum(s.nbytes for s in sources) / seconds
 
 
-def our_read(read, states):
-    return read_finished([Source(s, inverse_rms(wide(s), read.key_norm.eps)) for s in states], [read])[0][0].mixtures
+def our_read(read, norm, states, read_finished=read_finished):
+    """RMSNorm of the mixtures of a read, as its sublayer takes them."""
+    finished = [Source(s, inverse_rms(wide(s.detach()), read.key_norm.eps)) for s in states]
+    return read_finished(finished, [read], norm)[0][0].mixtures
 
 
-def stacked_read(read, states):
-    """The same mixtures the usual way: the sources stacked, normalised as keys, two einsums a route."""
+def stacked_read(read, norm, states):
+    """The same the usual way: the sources stacked, normalised as keys, two einsums a route, the norm."""
     values = torch.stack(list(states))
     keys, mixtures = read.key_norm(values), []
     for name in read.queries:
         alpha = torch.einsum("d,kbtd->kbt", getattr(read, name).to(keys.dtype), keys).softmax(0, dtype=torch.promote_types(keys.dtype, torch.float32))
-        mixtures.append(torch.einsum("kbt,kbtd->btd", alpha.to(values.dtype), values))
+        mixtures.append(norm(torch.einsum("kbt,kbtd->btd", alpha.to(values.dtype), values)))
     return mixtures
 
 
@@ -306,13 +313,17 @@ def time_reads(config, device, compiled):
     states = [torch.randn(B, T, D, device=device).to(dtype).requires_grad_() for _ in range(K)]
     rate, rows = copy_rate([s.detach() for s in states]), []
     for name, groups in (("block", ("qkv",)), ("rd", ("qk", "v"))):
-        read = DepthRead(train_to_model(config, name), groups).to(device, torch.float64 if dtype == torch.float64 else None)
+        read, norm = DepthRead(train_to_model(config, name), groups), RMSNorm(train_to_model(config, name))
+        read, norm = (module.to(device, torch.float64 if dtype == torch.float64 else None) for module in (read, norm))
         row = dict(variant=name, K=K, B=B, T=T, D=D, copy_ms=1e3 * read_bytes(K, len(groups), B, T, D, dtype.itemsize) / rate)
+        kernel = train.pick_fused(replace(config, variant=name), device)
         for key, function in (("ours_ms", our_read), ("stacked_ms", stacked_read)):
-            if compiled:
+            if key == "ours_ms" and kernel:
+                function = partial(our_read, read_finished=fused.read_finished)
+            elif compiled:
                 function = torch.compile(function, fullgraph=True, dynamic=False)
-            inputs, gradients = [*states, *read.parameters()], [torch.randn_like(states[0]) for _ in groups]
-            row[key] = 1e3 * median_time(lambda: torch.autograd.grad(function(read, states), inputs, gradients), device)
+            inputs, gradients = [*states, *read.parameters(), norm.weight], [torch.randn_like(states[0]) for _ in groups]
+            row[key] = 1e3 * median_time(lambda: torch.autograd.grad(function(read, norm, states), inputs, gradients), device)
         rows.append(row)
     return rate, rows
 
@@ -344,7 +355,7 @@ def describe(entrant, cold, rate, options, argv):
     config, seconds = entrant.config, np.array(entrant.seconds)
     low, median, high = np.quantile(seconds, [0.25, 0.5, 0.75])
     row = dict(
-        variant=entrant.name, parameters=sum(p.numel() for p in entrant.model.parameters()), step_ms=1e3 * median,
+        variant=entrant.name, fused=entrant.kernel, parameters=sum(p.numel() for p in entrant.model.parameters()), step_ms=1e3 * median,
         step_ms_quartiles=[1e3 * low, 1e3 * high], step_ms_all=[1e3 * s for s in seconds], tokens_per_s=config.batch_tokens / median,
         compile_s=cold if entrant.compiled else None, read_bytes=step_bytes(config, entrant.name, getattr(torch, config.dtype).itemsize),
     )  # fmt: skip
@@ -520,7 +531,8 @@ def table(report):
     """The report for people, 100 columns."""
     config, here = report["config"], report["device"]
     lines = [f"{report['name']}: L {config['n_layer']}, D {config['d_model']}, {config['n_head']} heads, N {config['n_blocks']}, T {config['context']}, "
-             f"{config['batch_tokens']} tokens a step", f"{here['name']}, {config['dtype']}, {'compiled' if here['compiled'] else 'eager'}, "
+             f"{config['batch_tokens']} tokens a step", f"{here['name']}, {config['dtype']}, {'compiled' if here['compiled'] else 'eager'}"
+             f"{', reads by fused.c' if any(row['fused'] for row in report['rows']) else ''}, "
              f"{here['threads']} thread(s), load {here['load_average'] or 0:.1f}, {report['options']['clock']} time, torch {report['versions']['torch']}", "",
              f"{'variant':<9}{'step ms':>9} {'quartiles':>17}{'tokens/s':>11}{'saved MiB':>11}{'peak MiB':>10}{'compile s':>11}{'MFU':>7}"]  # fmt: skip
     for row in report["rows"]:

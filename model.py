@@ -117,14 +117,17 @@ def inverse_rms(x, eps):
 
 
 class Source(NamedTuple):
-    """A depth state (B, T, D) and r = 1 / rms of it (B, T, 1), taken once for all reads; None where nothing is routed."""
+    """A depth state (B, T, D) and r = 1 / rms of it (B, T, 1), taken once for all reads; None where nothing is routed.
+
+    r carries no gradient: d(r s) = r ds - r^3 s (s . ds) / D has the part that goes through r, and the reads' backwards use it.
+    """
 
     state: torch.Tensor
     inverse_rms: torch.Tensor | None
 
 
 def make_source(state, config):
-    return Source(state, inverse_rms(wide(state), config.norm_eps) if VARIANTS[config.variant].routed else None)
+    return Source(state, inverse_rms(wide(state.detach()), config.norm_eps) if VARIANTS[config.variant].routed else None)
 
 
 # All S sublayers of a block read the same finished sources. So a read has two phases, and both are exact:
@@ -165,31 +168,15 @@ def combine(scalars, directions):
         return scalars @ directions
 
 
-def add_source(mixtures, alphas, s):
-    """Add alpha s to each of R mixtures (B, T, D), in place; alphas (B, T, R), s (B, T, D)."""
-    for mixture, alpha in zip(mixtures, alphas.unbind(-1)):
-        mixture.addcmul_(alpha[..., None], wide(s))
+def state_gradient(s, r, directions, logits, d_logits, alphas, d_mixtures):
+    """Gradient of a state s (B, T, D), 1 / rms r (B, T, 1), through R logits r w . s and as a part of R mixtures, alpha s:
 
-
-def alpha_gradients(d_mixtures, s):
-    """R gradients (B, T, D) . s (B, T, D) -> (B, T, R)."""
-    return torch.stack([(d * wide(s)).sum(-1) for d in d_mixtures], -1)
-
-
-def state_gradient(d_dots, directions, alphas, d_mixtures, dtype):
-    """Gradient of a state (B, T, D) through its R dot products with the directions, and as a part of R mixtures."""
-    d_state = combine(d_dots, directions)
+    sum over R of alpha G + dl r w, less sum over R of (dl l) r^2 s / D, which is what goes through r. In s's dtype.
+    """
+    d_state = combine(d_logits * r, directions) - (d_logits * logits).sum(-1, keepdim=True) * (r * r / s.shape[-1]) * wide(s)
     for d, alpha in zip(d_mixtures, alphas.unbind(-1)):
         d_state = torch.addcmul(d_state, alpha[..., None], d)
-    return d_state.to(dtype)
-
-
-class SourceOps(NamedTuple):
-    """What phase 1 does with one source, whatever their number: a compiler needs to see these three only once."""
-
-    add_source: Callable = add_source
-    alpha_gradients: Callable = alpha_gradients
-    state_gradient: Callable = state_gradient
+    return d_state.to(s.dtype)
 
 
 def first_order(backward):
@@ -206,64 +193,63 @@ def first_order(backward):
 
 
 class MixFinished(torch.autograd.Function):
-    """Phase 1: SourceOps, directions g * w (R, D), K states and their K inverse rms -> lse (B, T, R), alphas (K, B, T, R), R times h' (B, T, D).
+    """Phase 1: directions g * w (R, D), K states and their K inverse rms -> lse (B, T, R), logits (K, B, T, R), R times h' (B, T, D).
 
-    With G = dL/dh':  da_k = G . s_k     dl_k = alpha_k (da_k - sum_j alpha_j da_j + dlse)     ds_k = sum over routes of alpha_k G + dl_k r_k g w
-    and, summed over tokens, d(g w) = sum_k dl_k r_k s_k. alphas have no gradient: they are for looking at.
+    With G = dL/dh':  da_k = G . s_k     dl_k = alpha_k (da_k - sum_j alpha_j da_j + dlse)     ds_k = state_gradient
+    and, summed over tokens, d(g w) = sum_k dl_k r_k s_k. logits have no gradient: they are for looking at.
     """
 
     @staticmethod
-    def forward(ctx, ops, directions, K, *sources):
+    def forward(ctx, directions, K, *sources):
         states, inverses = sources[:K], sources[K:]
         logits = torch.stack([project(s, directions) * r for s, r in zip(states, inverses)])
         lse = logits.logsumexp(0)
         alphas = (logits - lse).exp()
         mixtures = [wide(states[0]) * alpha[..., None] for alpha in alphas[0].unbind(-1)]
         for s, of_source in zip(states[1:], alphas[1:]):
-            ops.add_source(mixtures, of_source, s)
-        ctx.ops = ops
-        ctx.save_for_backward(directions, logits, alphas, *sources)
-        ctx.mark_non_differentiable(alphas)
-        return lse, alphas, *mixtures
+            for mixture, alpha in zip(mixtures, of_source.unbind(-1)):
+                mixture.addcmul_(alpha[..., None], wide(s))
+        ctx.save_for_backward(directions, logits, lse, *sources)
+        ctx.mark_non_differentiable(logits)
+        return lse, logits, *mixtures
 
     @staticmethod
     @first_order
     def backward(ctx, d_lse, _, *d_mixtures):
-        directions, logits, alphas, *sources = ctx.saved_tensors
-        states, inverses = sources[: len(alphas)], sources[len(alphas) :]
-        d_alphas = torch.stack([ctx.ops.alpha_gradients(d_mixtures, s) for s in states])
+        directions, logits, lse, *sources = ctx.saved_tensors
+        states, inverses = sources[: len(logits)], sources[len(logits) :]
+        alphas = (logits - lse).exp()
+        d_alphas = torch.stack([torch.stack([(d * wide(s)).sum(-1) for d in d_mixtures], -1) for s in states])
         d_logits = alphas * (d_alphas - (alphas * d_alphas).sum(0) + d_lse)
-        d_directions, d_states, d_inverses = torch.zeros_like(directions), [], []
-        for s, r, logit, d_logit, alpha in zip(states, inverses, logits, d_logits, alphas):
-            d_inverses.append((d_logit * logit).sum(-1, keepdim=True) / r)
-            d_directions += outer(d_logit * r, s)
-            d_states.append(ctx.ops.state_gradient(d_logit * r, directions, alpha, d_mixtures, s.dtype))
-        return None, d_directions, None, *d_states, *d_inverses
+        d_directions = sum(outer(d_logit * r, s) for s, r, d_logit in zip(states, inverses, d_logits))
+        each = zip(states, inverses, logits, d_logits, alphas)
+        d_states = [state_gradient(s, r, directions, logit, d_logit, alpha, d_mixtures) for s, r, logit, d_logit, alpha in each]
+        return d_directions, None, *d_states, *[None] * len(inverses)
 
 
 class MergeRunning(torch.autograd.Function):
     """Phase 2: directions (R, D), lse (B, T, R), p (B, T, D), its inverse rms, R times h' -> betas (B, T, R), R times h (B, T, D).
 
-    With G = dL/dh:  dl_p = beta G . (p - h)     dlse = -dl_p     dh' = (1 - beta) G     dp = sum over routes of beta G + dl_p r_p g w.
+    With G = dL/dh:  dl_p = beta G . (p - h)     dlse = -dl_p     dh' = (1 - beta) G     dp = state_gradient, with beta for alpha.
     """
 
     @staticmethod
     def forward(ctx, directions, lse, p, r, *mixtures):
-        dots = project(p, directions)
-        betas = torch.sigmoid(dots * r - lse)
+        logits = project(p, directions) * r
+        betas = torch.sigmoid(logits - lse)
         merged = [torch.lerp(mixture, wide(p), beta[..., None]) for mixture, beta in zip(mixtures, betas.unbind(-1))]
-        ctx.save_for_backward(directions, p, r, dots, betas, *merged)
+        ctx.save_for_backward(directions, p, r, logits, betas, *merged)
         ctx.mark_non_differentiable(betas)
         return betas, *merged
 
     @staticmethod
     @first_order
     def backward(ctx, _, *d_merged):
-        directions, p, r, dots, betas, *merged = ctx.saved_tensors
+        directions, p, r, logits, betas, *merged = ctx.saved_tensors
         d_logits = betas * torch.stack([(d * (wide(p) - h)).sum(-1) for d, h in zip(d_merged, merged)], -1)
-        d_p = state_gradient(d_logits * r, directions, betas, d_merged, p.dtype)
+        d_p = state_gradient(p, r, directions, logits, d_logits, betas, d_merged)
         d_mixtures = [d - beta[..., None] * d for d, beta in zip(d_merged, betas.unbind(-1))]
-        return outer(d_logits * r, p), -d_logits, d_p, (d_logits * dots).sum(-1, keepdim=True), *d_mixtures
+        return outer(d_logits * r, p), -d_logits, d_p, None, *d_mixtures
 
 
 class Partial(NamedTuple):
@@ -271,17 +257,25 @@ class Partial(NamedTuple):
 
     directions: torch.Tensor  # (R, D)
     lse: torch.Tensor  # (B, T, R)
-    mixtures: list  # R times h' (B, T, D), in float32 at least
+    mixtures: list  # R times h' (B, T, D), in float32 at least; of a block's first read, which is done: DepthRead.inputs
 
 
-def read_finished(finished, reads, ops=SourceOps()):
-    """Phase 1 for several reads at once -> a Partial a read, and alphas (K, B, T, R) a read."""
+def mix_finished(directions, states, inverses, first, norm):
+    """What MixFinished gives, the mixtures of the `first` read made its inputs by its `norm`, and the states to go on with."""
+    lse, logits, *mixtures = MixFinished.apply(directions, len(states), *states, *inverses)
+    R = len(first.queries)
+    return lse, logits, [*first.inputs(mixtures[:R], norm), *mixtures[R:]], states
+
+
+def read_finished(finished, reads, norm, mix=mix_finished):
+    """Phase 1 for a block's reads, `norm` the first one's -> a Partial a read, logits (K, B, T, R) a read, the sources to go on with."""
+    states, inverses = zip(*finished)
     directions = [read.directions() for read in reads]
     routes = [len(d) for d in directions]
-    lse, alphas, *mixtures = MixFinished.apply(ops, torch.cat(directions), len(finished), *(s for s, _ in finished), *(r for _, r in finished))
+    lse, logits, mixtures, states = mix(torch.cat(directions), states, inverses, reads[0], norm)
     starts = [sum(routes[:i]) for i in range(len(routes))]
     partials = [Partial(d, l, mixtures[at : at + R]) for d, l, at, R in zip(directions, lse.split(routes, -1), starts, routes)]
-    return partials, alphas.split(routes, -1)
+    return partials, logits.split(routes, -1), [Source(s, r) for s, r in zip(states, inverses)]
 
 
 class DepthRead(nn.Module):
@@ -309,18 +303,23 @@ class DepthRead(nn.Module):
         """g * w of each group (R, D)."""
         return torch.stack([wide(self.key_norm.weight) * wide(getattr(self, name)) for name in self.queries])
 
-    def forward(self, partial, running):
-        """Phase 2 -> a list of mixtures (B, T, D), one a group, and betas (B, T, R), None where there is no running sum."""
-        mixtures, betas = partial.mixtures, None
-        if running is not None:
-            betas, *mixtures = MergeRunning.apply(partial.directions, partial.lse, *running, *mixtures)
+    def inputs(self, mixtures, norm):
+        """R mixtures (B, T, D) -> what the sublayer takes, RMSNorm of each; half where the weights are: model.bfloat16()."""
         if self.averaged and len(mixtures) > 1:
             mixtures = [sum(mixtures) / len(mixtures)] * len(mixtures)
-        return [h.to(self.key_norm.weight.dtype) for h in mixtures], betas  # half where the weights are: model.bfloat16()
+        return [norm(h.to(norm.weight.dtype)) for h in mixtures]
+
+    def forward(self, partial, running, norm):
+        """Phase 2 -> a list of inputs (B, T, D), one a group, and betas (B, T, R), None where there is no running sum."""
+        if running is None:
+            return partial.mixtures, None
+        betas, *mixtures = MergeRunning.apply(partial.directions, partial.lse, *running, *partial.mixtures)
+        return self.inputs(mixtures, norm), betas
 
 
-def whole_alphas(alphas, betas):
-    """alphas of phase 1 (K, B, T, R) and betas of phase 2, if any -> R alphas over all sources (K or K + 1, B, T)."""
+def whole_alphas(logits, partial, betas):
+    """logits of phase 1 (K, B, T, R) and betas of phase 2, if any -> R alphas over all sources (K or K + 1, B, T)."""
+    alphas = (logits - partial.lse).exp()
     if betas is not None:
         alphas = torch.cat([alphas * (1 - betas), betas[None]])
     return list(alphas.unbind(-1))
@@ -329,8 +328,8 @@ def whole_alphas(alphas, betas):
 class StreamRead(nn.Module):
     """What prenorm has in place of a depth read: its one source, the residual stream."""
 
-    def forward(self, partial, running):
-        return [running.state], None
+    def forward(self, partial, running, norm):
+        return [norm(running.state)], None
 
 
 # ---- sublayers -------------------------------------------------------------------------------------------------------
@@ -407,13 +406,13 @@ class Layer(nn.Module):
 
     def attend(self, partial, running, rope, cache=None):
         """The attention sublayer -> the new running sum and the read's betas."""
-        mixtures, betas = self.attn_read(partial, running)
-        return self.write(self.attn([self.attn_norm(h) for h in mixtures], rope, cache), running), betas
+        inputs, betas = self.attn_read(partial, running, self.attn_norm)
+        return self.write(self.attn(inputs, rope, cache), running), betas
 
     def transform(self, partial, running):
         """The MLP sublayer -> the new running sum and the read's betas."""
-        (mixture,), betas = self.mlp_read(partial, running)
-        return self.write(self.mlp(self.mlp_norm(mixture)), running), betas
+        (x,), betas = self.mlp_read(partial, running, self.mlp_norm)
+        return self.write(self.mlp(x), running), betas
 
     def write(self, output, running):
         return make_source(output if running is None else running.state + output, self.config)
@@ -463,12 +462,12 @@ class GPT(nn.Module):
         routed, S = self.variant.routed, self.config.block_size
         first = make_source(embedding, self.config)
         finished, running = ([first], None) if routed else ([], first)
-        reads = [read for layer in self.layers for read in (layer.attn_read, layer.mlp_read)]
-        partials, alphas = [None] * S, None
+        reads, norms = zip(*((read, norm) for l in self.layers for read, norm in ((l.attn_read, l.attn_norm), (l.mlp_read, l.mlp_norm))))
+        partials, logits = [None] * S, None
         for sublayer, read in enumerate(reads):
             layer, at = self.layers[sublayer // 2], sublayer % S
             if routed and at == 0:
-                partials, alphas = self.read_finished(finished, reads[sublayer : sublayer + S])
+                partials, logits, finished = self.read_finished(finished, reads[sublayer : sublayer + S], norms[sublayer])
             if sublayer % 2 == 0:
                 running, betas = layer.attend(partials[at], running, rope, caches and caches[sublayer // 2])
                 names = self.variant.groups
@@ -476,16 +475,16 @@ class GPT(nn.Module):
                 running, betas = layer.transform(partials[at], running)
                 names = ("mlp",)
             if trace is not None:
-                trace.append(dict(zip(names, whole_alphas(alphas[at], betas))))
+                trace.append(dict(zip(names, whole_alphas(logits[at], partials[at], betas))))
             if routed and at == S - 1:
                 finished, running = [*finished, running], None
         partial = None
         if routed:
-            (partial,), alphas = self.read_finished(finished, [self.final_read])
+            (partial,), logits, _ = self.read_finished(finished, [self.final_read], self.final_norm)
             if trace is not None:
-                trace.append({"final": alphas[0][..., 0]})
-        (mixture,), _ = self.final_read(partial, running)
-        return self.final_norm(mixture)
+                trace.append(dict(zip(["final"], whole_alphas(logits[0], partial, None))))
+        (x,), _ = self.final_read(partial, running, self.final_norm)
+        return x
 
     def loss(self, states, targets):
         logits = F.linear(states, self.tok_emb.weight)

@@ -28,7 +28,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from model import GPT, Layer, ModelConfig, SourceOps, read_finished
+import fused
+from model import GPT, VARIANTS, Layer, ModelConfig, read_finished
 
 INTERRUPTED = 75  # exit status after SIGTERM or SIGINT (EX_TEMPFAIL): run the same command again to go on
 RANK = int(os.environ.get("RANK", 0))  # torchrun sets these three
@@ -79,20 +80,37 @@ def pick_compile(config, device):
     return config.compile == "true" or (config.compile == "auto" and device.type == "cuda")
 
 
-def compile_parts(model, device):
-    """Compile the two sublayers, the loss and phase 1 of the reads, once for all layers: the time it takes does not grow with L.
+def pick_fused(config, device):
+    """Whether phase 1 of the reads is fused.c's kernel, which is compiled here; where `auto` would like it and cannot, it says so."""
+    if config.fused == "false" or not VARIANTS[config.variant].routed:
+        return False
+    dtype = getattr(torch, config.dtype)
+    try:
+        if device.type != "cpu" or dtype not in fused.REALS:
+            if config.fused == "auto":
+                return False
+            raise UserError(f"fused.c is for float32 and float64 on a CPU, not for {config.dtype} on {device.type}")
+        fused.library(dtype)
+    except UserError as error:
+        if config.fused == "true":
+            raise UserError(f"config key fused: {error}; use --fused=false") from error
+        common.warn(f"{error}: the depth reads take PyTorch's operations, several passes over memory for one")
+        return False
+    return True
 
-    Phase 1 has another graph for every number of sources, N + 1 of them. On a GPU a fused one is worth that. On a CPU only what it
-    does with one source is compiled: a fifth of the time to the first step.
+
+def compile_parts(model, device):
+    """Compile the two sublayers and the loss, once for all layers: the time it takes does not grow with L.
+
+    Phase 1 of the reads has another graph for every number of sources, N + 1 of them. On a GPU a fused one is worth that; for a CPU
+    there is fused.c.
     """
     once = partial(torch.compile, fullgraph=True, dynamic=False)
     attend, transform = once(Layer.attend), once(Layer.transform)
     for layer in model.layers:  # on the instances: other models in the process stay as they are, and parameter names clean
         layer.attend, layer.transform = partial(attend, layer), partial(transform, layer)
     model.loss = once(model.loss)
-    if device.type == "cpu":
-        model.read_finished = partial(read_finished, ops=SourceOps(*map(once, SourceOps())))
-    else:
+    if device.type != "cpu":
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 4 * model.config.n_blocks + 8)
         model.read_finished = once(read_finished)
 
@@ -268,7 +286,7 @@ def main(config, name):
     device = pick_device(config)
     manifest, data_id = common.check_data(config.data_dir, config.verify)
     config = resolve(config, device, manifest)
-    compiled = pick_compile(config, device)
+    compiled, kernel = pick_compile(config, device), pick_fused(config, device)
     shards = common.find_shards(config.data_dir)
     windows = {split: common.Windows(config.data_dir, split, config.context, config.vocab_size) for split in shards if shards[split]}
     model = build_model(config).to(device)
@@ -313,6 +331,8 @@ def main(config, name):
                 say("config.json was missing or damaged: written again from the checkpoint's run")
         return 0
 
+    if kernel:
+        model.read_finished = fused.read_finished
     if compiled:
         compile_parts(model, device)
     net = DistributedDataParallel(model, gradient_as_bucket_view=True) if WORLD > 1 else model

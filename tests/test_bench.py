@@ -12,7 +12,8 @@ import torch
 
 import bench
 import common
-from model import GPT, DepthRead, ModelConfig, Source, inverse_rms, read_finished, wide
+import fused
+from model import GPT, DepthRead, ModelConfig, RMSNorm, Source, inverse_rms, read_finished, wide
 from test_common import ENV, ROOT, write_folder
 
 TINY = ["--n_layer=2", "--d_model=16", "--n_head=2", "--d_mlp=24", "--n_blocks=2", "--context=16", "--micro_batch=2", "--batch_tokens=64",
@@ -117,25 +118,26 @@ def test_the_stacked_read_is_the_same_read():
     for parameter in read.parameters():
         torch.nn.init.normal_(parameter)
     states = [torch.randn(2, 5, 16, dtype=torch.float64, requires_grad=True) for _ in range(4)]
-    inputs, gradients = [*states, *read.parameters()], [torch.randn(2, 5, 16, dtype=torch.float64) for _ in range(2)]
-    ours, stacked = bench.our_read(read, states), bench.stacked_read(read, states)
+    norm = RMSNorm(ModelConfig(d_model=16, n_head=2)).double()
+    inputs, gradients = [*states, *read.parameters(), norm.weight], [torch.randn(2, 5, 16, dtype=torch.float64) for _ in range(2)]
+    ours, stacked = bench.our_read(read, norm, states), bench.stacked_read(read, norm, states)
     torch.testing.assert_close(ours, stacked, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(torch.autograd.grad(ours, inputs, gradients), torch.autograd.grad(stacked, inputs, gradients), rtol=1e-9, atol=1e-9)
 
 
-def whole_read(read, states):
-    """Both phases: the last state as the running sum."""
-    *finished, running = [Source(s, inverse_rms(wide(s), read.key_norm.eps)) for s in states]
-    return read(read_finished(finished, [read])[0][0], running)[0]
+def whole_read(read, norm, states):
+    """Both phases: the last state as the running sum; the read is the second of its block."""
+    *finished, running = [Source(s, inverse_rms(wide(s.detach()), read.key_norm.eps)) for s in states]
+    return read(read_finished(finished, [read, read], norm)[0][1], running, norm)[0]
 
 
-def plain_read(read, states):
-    """One softmax over all states, by autograd, in float32 from the states on; the mixture in the states' dtype."""
+def plain_read(read, norm, states):
+    """One softmax over all states, by autograd, in float32 from the states on; the norm of the mixture, in the states' dtype."""
     mixtures = []
     for name in read.queries:
         direction = wide(read.key_norm.weight) * wide(getattr(read, name))
         logits = torch.stack([(wide(s) * direction).sum(-1) * inverse_rms(wide(s), read.key_norm.eps)[..., 0] for s in states])
-        mixtures.append(sum(alpha[..., None] * wide(s) for alpha, s in zip(logits.softmax(0), states)).to(states[0].dtype))
+        mixtures.append(norm(sum(alpha[..., None] * wide(s) for alpha, s in zip(logits.softmax(0), states))).to(states[0].dtype))
     return mixtures
 
 
@@ -143,17 +145,19 @@ def errors_in_bf16(function, seed):
     """Relative errors, in the 2-norm, of mixtures and of gradients of one bf16 read against the same numbers in float64."""
     torch.manual_seed(seed)
     read = DepthRead(ModelConfig(vocab_size=50, n_head=2, d_model=64, variant="rd"), ("qk", "v"))
-    for parameter in read.parameters():
+    norm = RMSNorm(ModelConfig(n_head=2, d_model=64))
+    for parameter in (*read.parameters(), norm.weight):
         torch.nn.init.normal_(parameter, std=0.5)
     states = [(torch.randn(2, 33, 64) * 2.0**k).bfloat16() for k in range(5)]
     gradients = [torch.randn(2, 33, 64).bfloat16().double() for _ in range(2)]
     results = []
     for dtype, f in ((torch.bfloat16, function), (torch.float64, bench.stacked_read)):
-        module = copy.deepcopy(read).double() if dtype == torch.float64 else read
+        modules = (copy.deepcopy(m).double() if dtype == torch.float64 else m for m in (read, norm))
         inputs = [s.detach().to(dtype).requires_grad_() for s in states]
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
-            mixtures = f(module, inputs)
-        grads = torch.autograd.grad(mixtures, [*inputs, *module.parameters()], [g.to(m.dtype) for g, m in zip(gradients, mixtures)])
+            module, its_norm = modules
+            mixtures = f(module, its_norm, inputs)
+        grads = torch.autograd.grad(mixtures, [*inputs, *module.parameters(), its_norm.weight], [g.to(m.dtype) for g, m in zip(gradients, mixtures)])
         results.append([t.double() for t in (*mixtures, *grads)])
     return np.array([((got - exact).norm() / exact.norm()).item() for got, exact in zip(*results)])
 
@@ -168,17 +172,37 @@ def test_bf16_is_no_less_exact_than_the_plain_formulation(compiled):
     assert (ours < stacked).all(), (ours, stacked)
 
 
+class NoNorm(torch.nn.Module):
+    """In place of the RMSNorm, which keeps what it keeps in prenorm, too."""
+
+    weight = torch.ones(1)
+
+    def forward(self, x):
+        return x
+
+
 def test_a_read_keeps_its_sources_and_scalars_alone():
-    """For the backward: of phase 1 logits and alphas, of phase 2 the mixtures, which whoever reads them keeps too."""
+    """For the backward: of phase 1 logits and their lse, of phase 2 the mixtures, which whoever reads them keeps too."""
     K, R, B, T, D = 4, 2, 2, 16, 64
-    read = DepthRead(ModelConfig(vocab_size=50, n_head=2, d_model=D, variant="rd"), ("qk", "v"))
-    sources = [Source(torch.randn(B, T, D, requires_grad=True), torch.rand(B, T, 1, requires_grad=True)) for _ in range(K)]
+    read, norm = DepthRead(ModelConfig(vocab_size=50, n_head=2, d_model=D, variant="rd"), ("qk", "v")), NoNorm()
+    sources = [Source(torch.randn(B, T, D, requires_grad=True), torch.rand(B, T, 1)) for _ in range(K)]
     given = [t for source in sources for t in source] + list(read.parameters())
     scalar, state, vectors = 4 * B * T, 4 * B * T * D, 5 * 4 * R * D  # the last: gains times queries
-    phase_1 = bench.saved_bytes(lambda: read_finished(sources[:-1], [read])[0][0].mixtures, given)
-    assert 2 * (K - 1) * R * scalar <= phase_1 <= 2 * (K - 1) * R * scalar + vectors
-    both = bench.saved_bytes(lambda: read(read_finished(sources[:-1], [read])[0][0], sources[-1])[0], given)
-    assert both <= phase_1 + R * state + 3 * R * scalar + vectors
+    phase_1 = bench.saved_bytes(lambda: read_finished(sources[:-1], [read], norm)[0][0].mixtures, given)
+    assert K * R * scalar <= phase_1 <= K * R * scalar + vectors
+    both = bench.saved_bytes(lambda: read(read_finished(sources[:-1], [read, read], norm)[0][1], sources[-1], norm)[0], given)
+    assert both <= 2 * phase_1 + R * state + 3 * R * scalar + vectors
+
+
+def test_the_kernel_keeps_neither_mixtures_nor_what_their_norm_needs():
+    K, R, B, T, D = 4, 2, 2, 16, 64
+    config = ModelConfig(vocab_size=50, n_head=2, d_model=D, variant="rd")
+    read, norm = DepthRead(config, ("qk", "v")), RMSNorm(config)
+    sources = [Source(torch.randn(B, T, D, requires_grad=True), torch.rand(B, T, 1)) for _ in range(K)]
+    given = [t for source in sources for t in source] + [*read.parameters(), norm.weight]
+    kept = bench.saved_bytes(lambda: fused.read_finished(sources, [read], norm)[0][0].mixtures, given)
+    scalar, vectors = 4 * B * T, 5 * 4 * R * D
+    assert (K + 1) * R * scalar <= kept <= (K + 1) * R * scalar + vectors
 
 
 def test_the_plain_trunk_is_about_equal():

@@ -1,0 +1,106 @@
+"""Phase 1 of the depth reads as one C kernel, for CPUs: what model.py's mix_finished computes, in one pass over memory each way.
+
+fused.c holds the kernel. It is compiled at its first use in a process, in about a second, by CC or cc.
+"""
+
+import ctypes
+import functools
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+import common
+import model
+from common import UserError
+
+REALS = {torch.float32: "float", torch.float64: "double"}
+SOURCE = Path(__file__).with_name("fused.c")
+FLAGS = "-O3 -fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC".split()  # sums in any order, no more
+
+
+@functools.cache
+def library(dtype):
+    """fused.c for float32 or float64, compiled for this machine. Raises UserError where that cannot be."""
+    compiler = shlex.split(os.environ.get("CC", "cc"))
+    if not compiler or not shutil.which(compiler[0]):
+        raise UserError(f"fused.c needs a C compiler, and {' '.join(compiler) or 'CC'} is not here")
+    with tempfile.TemporaryDirectory() as folder:  # once it is loaded a library needs its file no more
+        for machine in (["-march=native", "-fopenmp"], []):  # not every compiler knows these; without them it is right, and slower
+            command = [*compiler, f"-DREAL={REALS[dtype]}", *FLAGS, *machine, "-o", f"{folder}/fused.so", str(SOURCE), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+            if not done.returncode:
+                return ctypes.CDLL(f"{folder}/fused.so")
+    raise UserError(f"fused.c does not compile: {common.one_line(done.stderr)}")
+
+
+def call(name, ctx, states, inverses, directions, *arguments):
+    """Function `name` of the library. A tensor is given as a pointer, a list of tensors (or None) as an array of pointers."""
+
+    def pointer(x):
+        if torch.is_tensor(x):
+            return ctypes.c_void_p(x.data_ptr())
+        return (ctypes.c_void_p * len(x))(*(None if t is None else t.data_ptr() for t in x))
+
+    D = states[0].shape[-1]
+    sizes = (ctypes.c_long(n) for n in (ctx.threads, states[0].numel() // D, D, len(states), len(directions), ctx.normed))
+    getattr(library(directions.dtype), name)(*sizes, ctypes.c_double(ctx.eps), *map(pointer, (states, inverses, directions, *arguments)))
+
+
+class MixFinished(torch.autograd.Function):
+    """directions g * w (R, D), gain (D,) and eps of the RMSNorm that the first `normed` mixtures get, K, the K states (B, T, D) and
+    their K inverse rms -> lse (B, T, R), logits (K, B, T, R), R mixtures, and the K states again.
+
+    Who reads these states next hands their gradients back here, and this read's share is added to them in the same pass, in place
+    if they come from another such read. Mixtures that are given normalised are not kept for the backward: with the sources at
+    hand they are quicker computed again.
+    """
+
+    @staticmethod
+    def forward(ctx, directions, gain, eps, normed, K, *sources):
+        ctx.eps, ctx.normed, ctx.threads = eps, normed, torch.get_num_threads()
+        directions, gain, *sources = (x.contiguous() for x in (directions, gain, *sources))
+        states, inverses, R = sources[:K], sources[K:], len(directions)
+        lse, mixtures = states[0].new_empty(*states[0].shape[:2], R), [torch.empty_like(states[0]) for _ in range(R)]
+        logits = lse.new_empty(*lse.shape, K)
+        call("forward", ctx, states, inverses, directions, gain, logits, lse, mixtures)
+        ctx.save_for_backward(directions, gain, logits, lse, *sources)
+        ctx.set_materialize_grads(False)
+        seen = logits.permute(3, 0, 1, 2)
+        ctx.mark_non_differentiable(seen)
+        return lse, seen, *mixtures, *states
+
+    @staticmethod
+    @model.first_order
+    def backward(ctx, d_lse, _, *gradients):
+        directions, gain, logits, lse, *sources = ctx.saved_tensors
+        R, K = logits.shape[-2:]
+        states, inverses = sources[:K], sources[K:]
+        d_lse = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
+        d_mixtures = [torch.zeros_like(states[0]) if d is None else d.contiguous() for d in gradients[:R]]
+        passed = [d if d is None else d.contiguous() for d in gradients[R:]]
+        d_states = [d if getattr(d, "from_a_read", False) else torch.empty_like(s) for d, s in zip(passed, states)]
+        d_directions, d_gain = directions.new_zeros(ctx.threads, R, len(gain)), gain.new_zeros(ctx.threads, len(gain))
+        results = d_directions, d_gain, d_states
+        call("backward", ctx, states, inverses, directions, gain, logits, lse, d_lse, d_mixtures, passed, *results)
+        for d in d_states:
+            d.from_a_read = True  # made here: nobody else holds it
+        return d_directions.sum(0), d_gain.sum(0), None, None, None, *d_states, *[None] * K
+
+
+def mix_finished(directions, states, inverses, first, norm):
+    """model.mix_finished by the kernel, where it fits: all in float32, or all in float64, on a CPU."""
+    if any(x.device.type != "cpu" or x.dtype != directions.dtype for x in (*states, *inverses, norm.weight)):
+        return model.mix_finished(directions, states, inverses, first, norm)
+    K, R, groups = len(states), len(directions), len(first.queries)
+    normed = 0 if first.averaged else groups  # the average control takes the mean before the norm
+    lse, logits, *rest = MixFinished.apply(directions, norm.weight, norm.eps, normed, K, *states, *inverses)
+    mixtures = rest[:R] if normed else [*first.inputs(rest[:groups], norm), *rest[groups:R]]
+    return lse, logits, mixtures, rest[R:]
+
+
+read_finished = functools.partial(model.read_finished, mix=mix_finished)

@@ -1,0 +1,270 @@
+"""fused.c computes what model.py's mix_finished does, gradients included, whatever the threads; and faults of its text show.
+
+K sources   R routes   B batch   T tokens   D width
+"""
+import dataclasses
+import types
+
+import pytest
+import torch
+
+import common
+import fused
+import model as model_py
+import train
+from model import GPT, DepthRead, ModelConfig, RMSNorm, Source, inverse_rms
+from test_identities import LAYERS_AND_BLOCKS, ROUTED, build, errors_against_reference, tiny, tokens, worst
+
+
+def fused_gpt(config):
+    gpt = GPT(config)
+    gpt.read_finished = fused.read_finished
+    return gpt
+
+
+FUSED = types.SimpleNamespace(ModelConfig=ModelConfig, GPT=fused_gpt)
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's threads; one again at the end."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("L, N", LAYERS_AND_BLOCKS)
+@pytest.mark.parametrize("variant", ROUTED)
+def test_model_equals_reference(variant, L, N, monkeypatch):
+    calls = []
+    monkeypatch.setattr(fused, "call", lambda name, *arguments, original=fused.call: calls.append(name) or original(name, *arguments))
+    error, what = worst(errors_against_reference(FUSED, variant, L, N))
+    assert error < 1e-9, f"{what}: {error}"
+    assert {"forward", "backward"} == set(calls)
+
+
+# ---- one read, or two, against model.py's operations ----
+
+
+def reads_of(variant, D, dtype, seed=1):
+    """(two reads of a block, the norm of the first) with random queries and gains."""
+    torch.manual_seed(seed)
+    config = ModelConfig(vocab_size=50, n_head=1, d_model=D, variant=variant)
+    modules = DepthRead(config, model_py.VARIANTS[variant].groups), DepthRead(config), RMSNorm(config)
+    for parameter in (p for m in modules for p in m.parameters()):
+        torch.nn.init.normal_(parameter, std=D**-0.5 if parameter.ndim == 1 else 1.0)
+    first, second, norm = (m.to(dtype) for m in modules)
+    return [first, second], norm
+
+
+def states_of(K, B, T, D, dtype):
+    return [(torch.randn(B, T, D, dtype=torch.float64) * 2.0 ** (k % 3)).to(dtype).requires_grad_() for k in range(K)]
+
+
+def results(read_finished, reads, norm, states, seed=2):
+    """Every output of phase 1 and every gradient, for random gradients of lse, mixtures and the states that are passed on."""
+    finished = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states]
+    partials, logits, passed = read_finished(finished, reads, norm)
+    outputs = [out for p in partials for out in (p.lse, *p.mixtures)] + [s for s, _ in passed]
+    generator = torch.Generator().manual_seed(seed)
+    gradients = [torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out.dtype) for out in outputs]
+    parameters = [p for m in (*reads, norm) for p in m.parameters() if p.requires_grad]
+    return [*outputs, *logits, *torch.autograd.grad(outputs, [*states, *parameters], gradients)]
+
+
+def distance(got, expected):
+    return max(((g.double() - e.double()).norm() / e.double().norm().clamp_min(1e-30)).item() for g, e in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("K, B, T, D, n", [(1, 1, 1, 2, 1), (4, 2, 5, 6, 3), (9, 1, 7, 18, 2), (3, 2, 33, 70, 1), (2, 1, 3, 130, 8)])
+@pytest.mark.parametrize("variant", ["block", "rd", "average", "q_k_v"])
+def test_any_size_on_any_number_of_threads(variant, K, B, T, D, n, threads):
+    reads, norm = reads_of(variant, D, torch.float64)
+    states = states_of(K, B, T, D, torch.float64)
+    expected = results(model_py.read_finished, reads, norm, states)
+    threads(n)
+    got = results(fused.read_finished, reads, norm, states)
+    assert distance(got, expected) < 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(got, results(fused.read_finished, reads, norm, states)))  # the same bits again
+
+
+def test_float32_is_about_as_exact_as_the_operations():
+    errors = {fused.read_finished: [], model_py.read_finished: []}
+    for seed in range(4):
+        torch.manual_seed(seed)
+        states = states_of(6, 2, 40, 96, torch.float32)
+        exact = results(model_py.read_finished, *reads_of("rd", 96, torch.float64, seed), [s.detach().double().requires_grad_() for s in states])
+        for read_finished, each in errors.items():
+            got = results(read_finished, *reads_of("rd", 96, torch.float32, seed), states)
+            each.append([distance([g], [e]) for g, e in zip(got, exact)])
+    ours, operations = (torch.tensor(each).mean(0) for each in errors.values())
+    assert (ours < 2.5 * operations + 1e-7).all(), (ours, operations)  # a few roundings of float32 each
+
+
+def test_large_logits_stay_finite():
+    reads, norm = reads_of("rd", 16, torch.float32)
+    with torch.no_grad():
+        reads[0].query.mul_(1e5)
+    states = states_of(4, 1, 6, 16, torch.float32)
+    got, expected = (results(f, reads, norm, states) for f in (fused.read_finished, model_py.read_finished))
+    assert all(out.isfinite().all() for out in got)
+    assert distance(got[:3], expected[:3]) < 1e-4
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_equal_queries_are_bitwise_equal_routes(normed, threads):
+    """The average control stands on that."""
+    threads(2)
+    (first, second), norm = reads_of("rd" if normed else "average", 50, torch.float32)
+    with torch.no_grad():
+        first.query_v.copy_(first.query)
+    states = states_of(5, 2, 9, 50, torch.float32)
+    finished = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states]
+    (partial, _), _, _ = fused.read_finished(finished, [first, second], norm)
+    assert torch.equal(*partial.mixtures) and torch.equal(*partial.lse.unbind(-1))
+    gradient = torch.randn(2, 9, 50)
+    of_query, of_query_v = torch.autograd.grad(partial.mixtures, [first.query, first.query_v], [gradient, gradient])
+    assert of_query.abs().max() > 0 and torch.equal(of_query, of_query_v)
+
+
+def test_the_average_control_keeps_its_queries_equal():
+    gpt = build(tiny("average"), module=FUSED).float()
+    optimizer = torch.optim.AdamW(gpt.parameters(), lr=3e-3)
+    for step in range(10):
+        optimizer.zero_grad()
+        gpt(*tokens(gpt.config, seed=step))[1].backward()
+        optimizer.step()
+    reads = [layer.attn_read for layer in gpt.layers[1:]]  # the first layer has one source
+    assert all(torch.equal(read.query, read.query_v) and read.query.abs().max() > 0 for read in reads)
+
+
+# ---- gradients that are added in place ----
+
+
+def chain(read_finished, meanwhile):
+    """Three phases, each reading what the one before passed on; `meanwhile(states, extra)` -> another term of the loss."""
+    reads, norm = reads_of("rd", 20, torch.float64)
+    states = states_of(3, 2, 4, 20, torch.float64)
+    extra = torch.randn(2, 4, 20, dtype=torch.float64, requires_grad=True)
+    finished, loss = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states], 0
+    for power in (1, 2, 3):
+        partials, _, finished = read_finished(finished, reads, norm)
+        loss = loss + sum((h**power).sum() for p in partials for h in p.mixtures) + meanwhile([s for s, _ in finished], extra)
+    inputs = [*states, extra, *reads[0].parameters(), norm.weight]
+    return [torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True, materialize_grads=True) for _ in range(2)]
+
+
+@pytest.mark.parametrize("meanwhile", [
+    lambda states, extra: 0,  # nobody else reads the states
+    lambda states, extra: (states[0] + extra).square().sum(),  # one gradient tensor for both
+    lambda states, extra: (states[1].transpose(0, 1) * extra.transpose(0, 1)).sum(),  # not contiguous
+    lambda states, extra: states[2].sum(),  # an expanded gradient, of stride 0
+])  # fmt: skip
+def test_whoever_else_reads_a_source_keeps_its_gradient(meanwhile):
+    torch.manual_seed(5)
+    expected, _ = chain(model_py.read_finished, meanwhile)
+    torch.manual_seed(5)
+    got, again = chain(fused.read_finished, meanwhile)
+    assert distance(got, expected) < 1e-12
+    assert all(torch.equal(a, b) for a, b in zip(got, again))  # a second backward through the same graph
+
+
+def test_no_second_derivative_in_silence():
+    reads, norm = reads_of("block", 8, torch.float64)
+    finished = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states_of(2, 1, 3, 8, torch.float64)]
+    out = fused.read_finished(finished, reads, norm)[0][0].mixtures[0].sum()
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(out, finished[0].state, create_graph=True)
+
+
+# ---- where it does not apply ----
+
+
+def test_half_precision_takes_the_operations(monkeypatch):
+    monkeypatch.setattr(fused, "call", lambda *_: pytest.fail("the kernel was called"))
+    gpt = build(tiny("rd"), module=FUSED).float()
+    idx, targets = tokens(gpt.config)
+    with torch.autocast("cpu", torch.bfloat16):
+        gpt(idx, targets)[1].backward()
+    assert gpt.bfloat16()(idx)[0].dtype == torch.bfloat16
+
+
+CPU = torch.device("cpu")
+
+
+def config_of(**keys):
+    return common.TrainConfig(**(dict(dtype="float32", device="cpu") | keys))
+
+
+def test_who_gets_the_kernel(monkeypatch, capsys):
+    assert train.pick_fused(config_of(), CPU) and train.pick_fused(config_of(fused="true", dtype="float64"), CPU)
+    assert not train.pick_fused(config_of(fused="false"), CPU)
+    assert not train.pick_fused(config_of(variant="prenorm"), CPU)
+    assert not train.pick_fused(config_of(dtype="bfloat16"), CPU) and not train.pick_fused(config_of(), torch.device("cuda"))
+    with pytest.raises(common.UserError, match="^config key fused: .* not for float32 on cuda; use --fused=false"):
+        train.pick_fused(config_of(fused="true"), torch.device("cuda"))
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("compiler, why", [
+    ("no-such-compiler -x", "fused.c needs a C compiler, and no-such-compiler -x is not here"), ("", "fused.c needs a C compiler"), ("false", "fused.c does not compile: "),
+])  # fmt: skip
+def test_without_a_compiler_the_operations_do(compiler, why, monkeypatch, capsys):
+    monkeypatch.setenv("CC", compiler)
+    fused.library.cache_clear()
+    assert not train.pick_fused(config_of(), CPU)
+    line = capsys.readouterr().err
+    assert why in line and line.count("\n") == 1
+    with pytest.raises(common.UserError, match="^config key fused: fused.c .*; use --fused=false"):
+        train.pick_fused(config_of(fused="true"), CPU)
+
+
+def test_a_compiler_that_knows_no_threads_will_do(monkeypatch, tmp_path):
+    """One that refuses -march=native or -fopenmp, as some do."""
+    plain = tmp_path / "cc"
+    plain.write_text('#!/bin/sh\ncase "$*" in *-fopenmp*|*-march=*) exit 1;; esac\nexec cc "$@"\n')
+    plain.chmod(0o755)
+    monkeypatch.setenv("CC", str(plain))
+    fused.library.cache_clear()
+    error, what = worst(errors_against_reference(FUSED, "rd", 3, 2))
+    fused.library.cache_clear()
+    assert error < 1e-9, what
+
+
+# ---- the same checks, against deliberate faults ----
+
+FAULTS = {  # a snippet that stands in fused.c exactly once, what replaces it
+    "logits without the inverse rms": ("dot(w + r * D, s, D) * inverses[k][t]", "dot(w + r * D, s, D)"),
+    "lse without the largest logit": ("top + log(sum)", "log(sum)"),
+    "weights not divided by their sum": ("alpha[k] /= sum", "alpha[k] /= 1"),
+    "mixture not normalised": ("h[d] *= inverse * gain[d]", "h[d] *= gain[d]"),
+    "gain left out": ("h[d] *= inverse * gain[d]", "h[d] *= inverse"),
+    "one more mixture normalised": ("if (r < normed) {\n                const", "if (r <= normed) {\n                const"),
+    "norm backward without its projection": ("gain[d] * d_x[d] * inverse - along * h[d]", "gain[d] * d_x[d] * inverse"),
+    "gain's gradient not normalised": ("d_gain[d] += d_x[d] * h[d] * inverse", "d_gain[d] += d_x[d] * h[d]"),
+    "sum over the sources left out": ("(d_l[k] - mean + d_lse", "(d_l[k] + d_lse"),
+    "lse without a gradient": ("mean + d_lse[t * R + r])", "mean)"),
+    "nothing through the inverse rms": ("through_rms *= inverse * inverse / D", "through_rms *= 0"),
+    "source without the mixtures' part": ("alpha * g[d] + c * w[d]", "c * w[d]"),
+    "source without the logits' part": ("alpha * g[d] + c * w[d]", "alpha * g[d]"),
+    "direction's gradient left out": ("d_w[d] += c * s[d]", "d_w[d] += 0 * s[d]"),
+    "later gradients left out": ("d_s[d] = passed[k][t * D + d]", "d_s[d] = 0"),
+    "one token left out": ("tokens * (i + 1) / threads, D, K, R, normed, eps, states, inverses, w, gain, logits, lse, mixtures)",
+                           "tokens * (i + 1) / threads - 1, D, K, R, normed, eps, states, inverses, w, gain, logits, lse, mixtures)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_kernel_shows(fault, monkeypatch, tmp_path):
+    snippet, replacement = FAULTS[fault]
+    source = fused.SOURCE.read_text()
+    assert source.count(snippet) == 1, f"{snippet!r} no longer stands in fused.c exactly once: give this fault what replaced it"
+    (tmp_path / "fused.c").write_text(source.replace(snippet, replacement))
+    monkeypatch.setattr(fused, "SOURCE", tmp_path / "fused.c")
+    reads, norm = reads_of("rd", 14, torch.float64)
+    states = states_of(4, 2, 5, 14, torch.float64)
+    fused.library.cache_clear()
+    got = results(fused.read_finished, reads, norm, states)
+    fused.library.cache_clear()
+    error = distance(got, results(model_py.read_finished, reads, norm, states))
+    assert not error < 1e-6
