@@ -286,11 +286,12 @@ def main(config, name):
     device = pick_device(config)
     manifest, data_id = common.check_data(config.data_dir, config.verify)
     config = resolve(config, device, manifest)
-    compiled, kernel = pick_compile(config, device), pick_fused(config, device)
+    compiled = pick_compile(config, device)
     shards = common.find_shards(config.data_dir)
     windows = {split: common.Windows(config.data_dir, split, config.context, config.vocab_size) for split in shards if shards[split]}
     model = build_model(config).to(device)
     optimizer = build_optimizer(model, config)
+    kernel = pick_fused(config, device)
 
     if RANK == 0:
         common.make_folder(out_dir, "out_dir")

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # several threads only spin on models this small
 KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 MODEL_KEYS = {field.name: field for field in dataclasses.fields(ModelConfig)}
-MACHINE = {"data_dir", "verify", "stop_tokens", "milestones", "eval_interval", "log_interval", "checkpoint_interval", "checkpoint_minutes", "out_dir",
+MACHINE = {"fused", "data_dir", "verify", "stop_tokens", "milestones", "eval_interval", "log_interval", "checkpoint_interval", "checkpoint_minutes", "out_dir",
            "device", "compile", "micro_batch", "wait", "deterministic"}
 MAY_BE_ZERO = {"vocab_size", "seed", "stop_tokens", "warmup_tokens", "min_lr_ratio", "weight_decay", "grad_clip", "eval_interval", "checkpoint_interval"}
 

@@ -799,7 +799,7 @@ def test_going_on_with_other_machine_keys_is_the_same_run(data, solo, tmp_path):
     (tmp_path / "out").rename(tmp_path / "moved")
     changes = dict(data_dir=str(tmp_path / "data"), verify=True, stop_tokens=5 * UPDATE, milestones=(4 * UPDATE,), eval_interval=3, log_interval=2,
                    checkpoint_interval=1, checkpoint_minutes=7.0, out_dir=str(tmp_path / "moved"), device="auto" if not torch.cuda.is_available() else "cpu",
-                   compile="auto", micro_batch=2, wait=True, deterministic=True)  # fmt: skip
+                   compile="auto", fused="false", micro_batch=2, wait=True, deterministic=True)  # fmt: skip
     assert changes.keys() == MACHINE
     rest = run(data, tmp_path / "moved", **changes)
     assert [r["loss"] for r in rest.train if r["step"] in (4, 5)] == pytest.approx(solo.losses[3:5], rel=1e-12)
