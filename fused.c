@@ -91,6 +91,7 @@ static void backward_tokens(long first, long last, long D, long K, long R, long 
         for (long r = 0; r < R; r++) {
             real *a = alpha + r * K, *d_l = d_logits + r * K, mean = 0;
             g[r] = d_mixtures[r] + t * D;
+            prefetch(g[r] + D, D);
             for (long k = 0; k < K; k++) a[k] = exp(l[r * K + k] - lse[t * R + r]);
             if (r < normed) {
                 mix(mixture + r * D, a, states, K, t, D);
