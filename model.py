@@ -137,8 +137,11 @@ def make_source(state, config):
 #     2. in each sublayer that has a running sum p, which joins the softmax late:
 #            beta = sigmoid(l_p - lse)          h = (1 - beta) h' + beta p
 #
+# A block's first sublayer has no p yet: phase 1 completes its read, and normalises it.
+#
 # Reads are bound by memory: phase 1 alone takes the sources from it, once for S sublayers, as a list that is never stacked.
 # Backward is in closed form, and keeps the sources and scalars a token: autograd would keep a product a source and route.
+# On a CPU train.py puts fused.py's mix_finished in the place of the one here: the same numbers, one pass over memory each way.
 
 
 def unrounded(like):
