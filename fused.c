@@ -60,9 +60,9 @@ static void forward_tokens(long first, long last, long D, long K, long R, long n
 
 /* d_x, the gradient of the normalised mixture, and the mixture h -> its gradient, in h's place; adds to d_gain */
 static void norm_backward(real *restrict h, const real *restrict d_x, const real *restrict gain, real *restrict d_gain, real eps, long D) {
-    const real inverse = 1 / sqrt(dot(h, h, D) / D + eps);
-    real along = 0;
-    for (long d = 0; d < D; d++) along += gain[d] * d_x[d] * h[d];
+    real square = 0, along = 0;
+    for (long d = 0; d < D; d++) square += h[d] * h[d], along += gain[d] * d_x[d] * h[d];
+    const real inverse = 1 / sqrt(square / D + eps);
     along *= inverse * inverse * inverse / D;
     for (long d = 0; d < D; d++) {
         d_gain[d] += d_x[d] * h[d] * inverse;
@@ -88,13 +88,14 @@ static void backward_tokens(long first, long last, long D, long K, long R, long 
     for (long t = first; t < last; t++) {
         const real *l = logits + t * R * K;
         for (long k = 0; k < K; k++) prefetch(states[k] + (t + 1) * D, D);
+        for (long r = 0; r < R; r++)
+            for (long k = 0; k < K; k++) alpha[r * K + k] = exp(l[r * K + k] - lse[t * R + r]);
+        for (long r = 0; r < normed; r++) mix(mixture + r * D, alpha + r * K, states, K, t, D);
         for (long r = 0; r < R; r++) {
             real *a = alpha + r * K, *d_l = d_logits + r * K, mean = 0;
             g[r] = d_mixtures[r] + t * D;
             prefetch(g[r] + D, D);
-            for (long k = 0; k < K; k++) a[k] = exp(l[r * K + k] - lse[t * R + r]);
             if (r < normed) {
-                mix(mixture + r * D, a, states, K, t, D);
                 norm_backward(mixture + r * D, g[r], gain, d_gain, eps, D);
                 g[r] = mixture + r * D;
             }
