@@ -79,11 +79,12 @@ static void add_route(real *restrict d_s, real *restrict d_w, real alpha, const 
     }
 }
 
-/* passed[k]: the gradient of source k from the reads after this one, NULL where there is none; it may be d_states[k] */
+/* passed[k]: the gradient of source k from the reads after this one, NULL where there is none; alpha and d_logits (R, K) and mixture
+   (normed, D) are a thread's own, to work in */
 static void backward_tokens(long first, long last, long D, long K, long R, long normed, real eps, const real *const *states,
                             const real *const *inverses, const real *w, const real *gain, const real *logits, const real *lse, const real *d_lse,
-                            const real *const *d_mixtures, const real *const *passed, real *d_w, real *d_gain, real *const *d_states) {
-    real alpha[R * K], d_logits[R * K], mixture[normed * D + 1];
+                            const real *const *d_mixtures, const real *const *passed, real *alpha, real *d_logits, real *mixture, real *d_w,
+                            real *d_gain, real *const *d_states) {
     const real *g[R];
     for (long t = first; t < last; t++) {
         const real *l = logits + t * R * K;
@@ -109,19 +110,20 @@ static void backward_tokens(long first, long last, long D, long K, long R, long 
             prefetch(d_s + D, D);
             for (long r = 0; r < R; r++) through_rms -= d_logits[r * K + k] * l[r * K + k];
             through_rms *= inverse * inverse / D;
-            if (!passed[k])
+            if (passed[k]) {
+                const real *after = passed[k] + t * D;
+                prefetch(after + D, D);
+                for (long d = 0; d < D; d++) d_s[d] = after[d];
+            } else
                 for (long d = 0; d < D; d++) d_s[d] = 0;
-            else if (passed[k] != d_states[k]) {
-                prefetch(passed[k] + (t + 1) * D, D);
-                for (long d = 0; d < D; d++) d_s[d] = passed[k][t * D + d];
-            }
             add(d_s, through_rms, s, D);
             for (long r = 0; r < R; r++) add_route(d_s, d_w + r * D, alpha[r * K + k], g[r], d_logits[r * K + k] * inverse, w + r * D, s, D);
         }
     }
 }
 
-/* Each of `threads` threads takes a run of tokens; in the backward it has a d_w and a d_gain of its own, zero at the start. */
+/* Each of `threads` threads takes a run of tokens; in the backward it has a d_w and a d_gain of its own, zero at the start, and a place to
+   work in: work (threads, 2 R K + normed D). */
 
 void forward(long threads, long tokens, long D, long K, long R, long normed, double eps, const real *const *states, const real *const *inverses,
              const real *w, const real *gain, real *logits, real *lse, real *const *mixtures) {
@@ -132,9 +134,11 @@ void forward(long threads, long tokens, long D, long K, long R, long normed, dou
 
 void backward(long threads, long tokens, long D, long K, long R, long normed, double eps, const real *const *states, const real *const *inverses,
               const real *w, const real *gain, const real *logits, const real *lse, const real *d_lse, const real *const *d_mixtures,
-              const real *const *passed, real *d_w, real *d_gain, real *const *d_states) {
+              const real *const *passed, real *work, real *d_w, real *d_gain, real *const *d_states) {
 #pragma omp parallel for num_threads(threads)
-    for (long i = 0; i < threads; i++)
+    for (long i = 0; i < threads; i++) {
+        real *alpha = work + i * (2 * R * K + normed * D), *d_logits = alpha + R * K, *mixture = d_logits + R * K;
         backward_tokens(tokens * i / threads, tokens * (i + 1) / threads, D, K, R, normed, eps, states, inverses, w, gain, logits, lse, d_lse,
-                        d_mixtures, passed, d_w + i * R * D, d_gain + i * D, d_states);
+                        d_mixtures, passed, alpha, d_logits, mixture, d_w + i * R * D, d_gain + i * D, d_states);
+    }
 }

@@ -27,16 +27,19 @@ FASTER = "-march=native -fopenmp -funroll-loops -fvariable-expansion-in-unroller
 @functools.cache
 def library(dtype):
     """fused.c for float32 or float64, compiled for this machine. Raises UserError where that cannot be."""
-    compiler = shlex.split(os.environ.get("CC", "cc"))
-    if not compiler or not shutil.which(compiler[0]):
-        raise UserError(f"fused.c needs a C compiler, and {' '.join(compiler) or 'CC'} is not here")
-    with tempfile.TemporaryDirectory() as folder:  # once it is loaded a library needs its file no more
-        for more in (FASTER, []):
-            command = [*compiler, f"-DREAL={REALS[dtype]}", *FLAGS, *more, "-o", f"{folder}/fused.so", str(SOURCE), "-lm"]
-            done = subprocess.run(command, capture_output=True, text=True, errors="replace")
-            if not done.returncode:
-                return ctypes.CDLL(f"{folder}/fused.so")
-    raise UserError(f"fused.c does not compile: {common.one_line(done.stderr)}")
+    try:
+        compiler = shlex.split(os.environ.get("CC", "cc"))
+        if not compiler or not shutil.which(compiler[0]):
+            raise UserError(f"fused.c needs a C compiler, and {' '.join(compiler) or 'CC'} is not here")
+        with tempfile.TemporaryDirectory() as folder:  # once it is loaded a library needs its file no more
+            for more in (FASTER, []):
+                command = [*compiler, f"-DREAL={REALS[dtype]}", *FLAGS, *more, "-o", f"{folder}/fused.so", str(SOURCE), "-lm"]
+                done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
+                if not done.returncode:
+                    return ctypes.CDLL(f"{folder}/fused.so")
+        raise UserError(f"fused.c does not compile: {common.one_line(done.stderr)}")
+    except (OSError, ValueError, subprocess.SubprocessError) as error:  # CC is no compiler, or no folder for what it makes
+        raise UserError(f"fused.c cannot be compiled and loaded: {common.one_line(error)}") from error
 
 
 def call(name, ctx, states, inverses, directions, *arguments):
@@ -56,9 +59,9 @@ class MixFinished(torch.autograd.Function):
     """directions g * w (R, D), gain (D,) and eps of the RMSNorm that the first `normed` mixtures get, K, the K states (B, T, D) and
     their K inverse rms -> lse (B, T, R), logits (K, B, T, R), R mixtures, and the K states again.
 
-    Who reads these states next hands their gradients back here, and this read's share is added to them in the same pass, in place
-    if they come from another such read. Mixtures that are given normalised are not kept for the backward: with the sources at
-    hand they are quicker computed again.
+    Who reads these states next hands their gradients back here, and this read's share is added in the same pass: to a new tensor,
+    as somebody may hold the old one. Mixtures that are given normalised are not kept for the backward: with the sources at hand
+    they are quicker computed again.
     """
 
     @staticmethod
@@ -84,12 +87,10 @@ class MixFinished(torch.autograd.Function):
         d_lse = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
         d_mixtures = [torch.zeros_like(states[0]) if d is None else d.contiguous() for d in gradients[:R]]
         passed = [d if d is None else d.contiguous() for d in gradients[R:]]
-        d_states = [d if getattr(d, "from_a_read", False) else torch.empty_like(s) for d, s in zip(passed, states)]
-        d_directions, d_gain = directions.new_zeros(ctx.threads, R, len(gain)), gain.new_zeros(ctx.threads, len(gain))
-        results = d_directions, d_gain, d_states
-        call("backward", ctx, states, inverses, directions, gain, logits, lse, d_lse, d_mixtures, passed, *results)
-        for d in d_states:
-            d.from_a_read = True  # made here: nobody else holds it
+        work = gain.new_empty(ctx.threads, 2 * R * K + ctx.normed * len(gain))
+        results = gain.new_zeros(ctx.threads, R, len(gain)), gain.new_zeros(ctx.threads, len(gain)), [torch.empty_like(s) for s in states]
+        call("backward", ctx, states, inverses, directions, gain, logits, lse, d_lse, d_mixtures, passed, work, *results)
+        d_directions, d_gain, d_states = results
         return d_directions.sum(0), d_gain.sum(0), None, None, None, *d_states, *[None] * K
 
 

@@ -138,35 +138,57 @@ def test_the_average_control_keeps_its_queries_equal():
     assert all(torch.equal(read.query, read.query_v) and read.query.abs().max() > 0 for read in reads)
 
 
-# ---- gradients that are added in place ----
+# ---- gradients that are handed on ----
 
 
-def chain(read_finished, meanwhile):
-    """Three phases, each reading what the one before passed on; `meanwhile(states, extra)` -> another term of the loss."""
+def chain(read_finished, between):
+    """Three phases, each reading what the one before passed on -> gradients, twice, for everything that is given and for all states
+    that were passed on, and the latter one by one. `between(states, extra)` -> another term of the loss, and what the next phase reads."""
     reads, norm = reads_of("rd", 20, torch.float64)
     states = states_of(3, 2, 4, 20, torch.float64)
     extra = torch.randn(2, 4, 20, dtype=torch.float64, requires_grad=True)
-    finished, loss = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states], 0
+    finished, loss, seen = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states], 0, []
     for power in (1, 2, 3):
         partials, _, finished = read_finished(finished, reads, norm)
-        loss = loss + sum((h**power).sum() for p in partials for h in p.mixtures) + meanwhile([s for s, _ in finished], extra)
-    inputs = [*states, extra, *reads[0].parameters(), norm.weight]
-    return [torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True, materialize_grads=True) for _ in range(2)]
+        seen += [s for s, _ in finished]
+        term, read_next = between([s for s, _ in finished], extra * power)
+        loss = loss + sum((h**power).sum() for p in partials for h in p.mixtures) + term
+        finished = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in read_next]
+
+    def gradients(inputs):
+        return torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True, materialize_grads=True)
+
+    given = [*states, extra, *reads[0].parameters(), norm.weight]
+    return gradients(given), gradients([*given, *seen]), [gradients([s])[0] for s in seen]
 
 
-@pytest.mark.parametrize("meanwhile", [
-    lambda states, extra: 0,  # nobody else reads the states
-    lambda states, extra: (states[0] + extra).square().sum(),  # one gradient tensor for both
-    lambda states, extra: (states[1].transpose(0, 1) * extra.transpose(0, 1)).sum(),  # not contiguous
-    lambda states, extra: states[2].sum(),  # an expanded gradient, of stride 0
+@pytest.mark.parametrize("between", [
+    lambda states, extra: (0, states),  # nobody else reads the states, but their own gradients are asked for
+    lambda states, extra: ((states[0] + extra).square().sum(), states),  # one gradient tensor for both
+    lambda states, extra: ((states[1].transpose(0, 1) * extra.transpose(0, 1)).sum(), states),  # not contiguous
+    lambda states, extra: (states[2].sum(), states),  # an expanded gradient, of stride 0
+    lambda states, extra: (0, [states[0] + extra, *states[1:]]),  # and the next phase reads the sum
+    lambda states, extra: (0, [states[0] + states[1], states[2], extra + states[1]]),
+    lambda states, extra: (0, [states[0], states[0], states[2].view_as(extra)]),
 ])  # fmt: skip
-def test_whoever_else_reads_a_source_keeps_its_gradient(meanwhile):
+def test_whoever_else_holds_a_gradient_keeps_it(between):
     torch.manual_seed(5)
-    expected, _ = chain(model_py.read_finished, meanwhile)
+    expected, *_ = chain(model_py.read_finished, between)
     torch.manual_seed(5)
-    got, again = chain(fused.read_finished, meanwhile)
+    got, together, alone = chain(fused.read_finished, between)
     assert distance(got, expected) < 1e-12
-    assert all(torch.equal(a, b) for a, b in zip(got, again))  # a second backward through the same graph
+    assert all(torch.equal(a, b) for a, b in zip([*got, *alone], together, strict=True))  # asking for more changes none, nor does a second backward
+
+
+def test_a_hook_may_keep_the_gradient_it_sees():
+    reads, norm = reads_of("rd", 20, torch.float64)
+    finished, kept = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states_of(3, 2, 4, 20, torch.float64)], []
+    for last in (False, False, True):
+        partials, _, finished = fused.read_finished(finished, reads, norm)
+        for state, _ in finished if not last else []:
+            state.register_hook(lambda gradient: kept.append((gradient, gradient.clone())) and None)
+    sum(h.sum() for p in partials for h in p.mixtures).backward()
+    assert len(kept) == 6 and all(torch.equal(gradient, copy) for gradient, copy in kept)
 
 
 def test_no_second_derivative_in_silence():
@@ -207,7 +229,9 @@ def test_who_gets_the_kernel(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("compiler, why", [
-    ("no-such-compiler -x", "fused.c needs a C compiler, and no-such-compiler -x is not here"), ("", "fused.c needs a C compiler"), ("false", "fused.c does not compile: "),
+    ("no-such-compiler -x", "fused.c needs a C compiler, and no-such-compiler -x is not here"), ("", "fused.c needs a C compiler"),
+    ("false", "fused.c does not compile: "), ("true", "fused.c cannot be compiled and loaded: "), ("cc -c", "fused.c cannot be compiled and loaded: "),
+    ('"cc', "fused.c cannot be compiled and loaded: No closing quotation"),
 ])  # fmt: skip
 def test_without_a_compiler_the_operations_do(compiler, why, monkeypatch, capsys):
     monkeypatch.setenv("CC", compiler)
@@ -217,6 +241,22 @@ def test_without_a_compiler_the_operations_do(compiler, why, monkeypatch, capsys
     assert why in line and line.count("\n") == 1
     with pytest.raises(common.UserError, match="^config key fused: fused.c .*; use --fused=false"):
         train.pick_fused(config_of(fused="true"), CPU)
+
+
+def test_without_a_temporary_folder_the_operations_do(monkeypatch, capsys):
+    def none():
+        raise FileNotFoundError("No usable temporary directory")
+
+    monkeypatch.setattr(fused.tempfile, "TemporaryDirectory", none)
+    fused.library.cache_clear()
+    assert not train.pick_fused(config_of(), CPU)
+    assert "fused.c cannot be compiled and loaded: No usable temporary directory" in capsys.readouterr().err
+
+
+def test_a_width_beyond_the_stack():
+    reads, norm = reads_of("block", 2_000_000, torch.float64)
+    states = states_of(2, 1, 1, 2_000_000, torch.float64)
+    assert distance(*(results(f, reads, norm, states) for f in (fused.read_finished, model_py.read_finished))) < 1e-9
 
 
 def test_a_compiler_that_knows_no_threads_will_do(monkeypatch, tmp_path):
@@ -248,7 +288,7 @@ FAULTS = {  # a snippet that stands in fused.c exactly once, what replaces it
     "source without the mixtures' part": ("alpha * g[d] + c * w[d]", "c * w[d]"),
     "source without the logits' part": ("alpha * g[d] + c * w[d]", "alpha * g[d]"),
     "direction's gradient left out": ("d_w[d] += c * s[d]", "d_w[d] += 0 * s[d]"),
-    "later gradients left out": ("d_s[d] = passed[k][t * D + d]", "d_s[d] = 0"),
+    "later gradients left out": ("d_s[d] = after[d]", "d_s[d] = 0"),
     "one token left out": ("tokens * (i + 1) / threads, D, K, R, normed, eps, states, inverses, w, gain, logits, lse, mixtures)",
                            "tokens * (i + 1) / threads - 1, D, K, R, normed, eps, states, inverses, w, gain, logits, lse, mixtures)"),
 }  # fmt: skip
