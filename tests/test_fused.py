@@ -183,11 +183,13 @@ def test_whoever_else_holds_a_gradient_keeps_it(between):
 def test_a_hook_may_keep_the_gradient_it_sees():
     reads, norm = reads_of("rd", 20, torch.float64)
     finished, kept = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states_of(3, 2, 4, 20, torch.float64)], []
+    loss = 0
     for last in (False, False, True):
         partials, _, finished = fused.read_finished(finished, reads, norm)
+        loss = loss + sum(h.square().sum() for p in partials for h in p.mixtures)
         for state, _ in finished if not last else []:
             state.register_hook(lambda gradient: kept.append((gradient, gradient.clone())) and None)
-    sum(h.sum() for p in partials for h in p.mixtures).backward()
+    loss.backward()
     assert len(kept) == 6 and all(torch.equal(gradient, copy) for gradient, copy in kept)
 
 
