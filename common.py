@@ -398,7 +398,7 @@ class TrainConfig:
     dtype: str = key("auto", "auto: bfloat16 autocast on CUDA, else float32", choices=("auto", "float32", "bfloat16", "float64"))
     compile: str = key("auto", "torch.compile; auto: on CUDA only (on a CPU it needs g++)",
                        choices=("auto", "true", "false"), machine=True)  # fmt: skip
-    fused: str = key("auto", "depth reads by fused.c's kernel; auto: on a CPU that has a C compiler",
+    fused: str = key("auto", "phase 1 of the depth reads by fused.c; auto: on a CPU with a C compiler, in float32 or float64",
                      choices=("auto", "true", "false"), machine=True)  # fmt: skip
     micro_batch: int = key(16, "sequences a rank a pass", machine=True)
     deterministic: bool = key(False, "only kernels that give the same bits every time; slower on a GPU", machine=True)

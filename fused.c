@@ -1,11 +1,12 @@
 /* Phase 1 of the depth reads (mix_finished in model.py) on a CPU, token by token: all that a token needs of its K sources and R routes
-   is in the cache after its first use, where single operations, or the compiler's graph of them, pass over memory again and again.
+   is in the cache after its first use, where single operations, or torch.compile's graph of them, pass over memory again and again.
 
    REAL is float or double. Arrays by row, D wide where they end in D; K or R pointers where a letter stands before the parenthesis:
 
    states, d_states, passed   K (tokens, D)     inverses      K (tokens)          logits        (tokens, R, K)
-   mixtures, d_mixtures       R (tokens, D)     w, d_w        (R, D): g * w       lse, d_lse    (tokens, R)
-   gain, d_gain               (D): of the RMSNorm after the read; the first `normed` mixtures are given and taken normalised  */
+   mixtures, d_mixtures       R (tokens, D)     w, d_w        (R, D)              lse, d_lse    (tokens, R)
+   w are the directions, g * w in model.py. gain, d_gain (D): of the RMSNorm after the read; the first `normed` mixtures are given, and
+   their gradients taken, normalised.                                                                                               */
 
 #include <tgmath.h>
 

@@ -20,7 +20,7 @@ from common import UserError
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 SOURCE = Path(__file__).with_name("fused.c")
-FLAGS = "-O3 -fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC".split()  # sums in any order, no more
+FLAGS = "-O3 -fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC".split()  # reassociation; not -ffast-math: NaN stays NaN
 FASTER = "-march=native -fopenmp -funroll-loops -fvariable-expansion-in-unroller".split()  # for a compiler that knows them
 
 
@@ -57,7 +57,7 @@ def call(name, ctx, states, inverses, directions, *arguments):
 
 class MixFinished(torch.autograd.Function):
     """directions g * w (R, D), gain (D,) and eps of the RMSNorm that the first `normed` mixtures get, K, the K states (B, T, D) and
-    their K inverse rms -> lse (B, T, R), logits (K, B, T, R), R mixtures, and the K states again.
+    their K inverse rms -> lse (B, T, R), logits (K, B, T, R), which is a view of the kernel's (B, T, R, K), R mixtures, and the K states again.
 
     Who reads these states next hands their gradients back here, and this read's share is added in the same pass: to a new tensor,
     as somebody may hold the old one. Mixtures that are given normalised are not kept for the backward: with the sources at hand
@@ -74,9 +74,9 @@ class MixFinished(torch.autograd.Function):
         call("forward", ctx, states, inverses, directions, gain, logits, lse, mixtures)
         ctx.save_for_backward(directions, gain, logits, lse, *sources)
         ctx.set_materialize_grads(False)
-        seen = logits.permute(3, 0, 1, 2)
-        ctx.mark_non_differentiable(seen)
-        return lse, seen, *mixtures, *states
+        logits_by_source = logits.permute(3, 0, 1, 2)
+        ctx.mark_non_differentiable(logits_by_source)
+        return lse, logits_by_source, *mixtures, *states
 
     @staticmethod
     @model.first_order
@@ -94,14 +94,14 @@ class MixFinished(torch.autograd.Function):
         return d_directions.sum(0), d_gain.sum(0), None, None, None, *d_states, *[None] * K
 
 
-def mix_finished(directions, states, inverses, first, norm):
+def mix_finished(directions, states, inverses, first_read, norm):
     """model.mix_finished by the kernel, where it fits: all in float32, or all in float64, on a CPU."""
     if any(x.device.type != "cpu" or x.dtype != directions.dtype for x in (*states, *inverses, norm.weight)):
-        return model.mix_finished(directions, states, inverses, first, norm)
-    K, R, groups = len(states), len(directions), len(first.queries)
-    normed = 0 if first.averaged else groups  # the average control takes the mean before the norm
+        return model.mix_finished(directions, states, inverses, first_read, norm)
+    K, R, groups = len(states), len(directions), len(first_read.queries)
+    normed = 0 if first_read.averaged else groups  # the average control takes the mean before the norm
     lse, logits, *rest = MixFinished.apply(directions, norm.weight, norm.eps, normed, K, *states, *inverses)
-    mixtures = rest[:R] if normed else [*first.inputs(rest[:groups], norm), *rest[groups:R]]
+    mixtures = rest[:R] if normed else [*first_read.inputs(rest[:groups], norm), *rest[groups:R]]
     return lse, logits, mixtures, rest[R:]
 
 

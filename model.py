@@ -119,7 +119,8 @@ def inverse_rms(x, eps):
 class Source(NamedTuple):
     """A depth state (B, T, D) and r = 1 / rms of it (B, T, 1), taken once for all reads; None where nothing is routed.
 
-    r carries no gradient: d(r s) = r ds - r^3 s (s . ds) / D has the part that goes through r, and the reads' backwards use it.
+    r carries no gradient, so nothing but the reads may use it: d(r s) = r ds - r^3 s (s . ds) / D has a part that goes through r, and
+    their backwards have that part.
     """
 
     state: torch.Tensor
@@ -141,7 +142,7 @@ def make_source(state, config):
 #
 # Reads are bound by memory: phase 1 alone takes the sources from it, once for S sublayers, as a list that is never stacked.
 # Backward is in closed form, and keeps the sources and scalars a token: autograd would keep a product a source and route.
-# On a CPU train.py puts fused.py's mix_finished in the place of the one here: the same numbers, one pass over memory each way.
+# On a CPU, in float32 or float64, train.py sets a model's read_finished to fused.py's: the same to rounding, one pass over memory each way.
 
 
 def unrounded(like):
@@ -172,9 +173,9 @@ def combine(scalars, directions):
 
 
 def state_gradient(s, r, directions, logits, d_logits, alphas, d_mixtures):
-    """Gradient of a state s (B, T, D), 1 / rms r (B, T, 1), through R logits r w . s and as a part of R mixtures, alpha s:
+    """Gradient of s (B, T, D) with r = 1 / rms(s) (B, T, 1), through R logits l = r (w . s), w a direction, and as a part of R mixtures:
 
-    sum over R of alpha G + dl r w, less sum over R of (dl l) r^2 s / D, which is what goes through r. In s's dtype.
+    sum over R of alpha G + dl r w, less sum over R of dl l r^2 s / D, which is what goes through r. In s's dtype.
     """
     d_state = combine(d_logits * r, directions) - (d_logits * logits).sum(-1, keepdim=True) * (r * r / s.shape[-1]) * wide(s)
     for d, alpha in zip(d_mixtures, alphas.unbind(-1)):
@@ -260,18 +261,21 @@ class Partial(NamedTuple):
 
     directions: torch.Tensor  # (R, D)
     lse: torch.Tensor  # (B, T, R)
-    mixtures: list  # R times h' (B, T, D), in float32 at least; of a block's first read, which is done: DepthRead.inputs
+    mixtures: list  # R times h' (B, T, D), in float32 at least; for a block's first read, which needs no phase 2, its sublayer's inputs
 
 
-def mix_finished(directions, states, inverses, first, norm):
-    """What MixFinished gives, the mixtures of the `first` read made its inputs by its `norm`, and the states to go on with."""
+def mix_finished(directions, states, inverses, first_read, norm):
+    """What MixFinished gives, the first read's mixtures already its sublayer's inputs, by `norm`, and the states for later reads.
+
+    The states are those that came in. Another mix_finished may give outputs of its own, to have the later reads' gradients arrive there.
+    """
     lse, logits, *mixtures = MixFinished.apply(directions, len(states), *states, *inverses)
-    R = len(first.queries)
-    return lse, logits, [*first.inputs(mixtures[:R], norm), *mixtures[R:]], states
+    groups = len(first_read.queries)
+    return lse, logits, [*first_read.inputs(mixtures[:groups], norm), *mixtures[groups:]], states
 
 
 def read_finished(finished, reads, norm, mix=mix_finished):
-    """Phase 1 for a block's reads, `norm` the first one's -> a Partial a read, logits (K, B, T, R) a read, the sources to go on with."""
+    """Phase 1 for a block's reads, `norm` the first one's -> a Partial a read, logits (K, B, T, R) a read, the sources for later reads."""
     states, inverses = zip(*finished)
     directions = [read.directions() for read in reads]
     routes = [len(d) for d in directions]

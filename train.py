@@ -102,8 +102,8 @@ def pick_fused(config, device):
 def compile_parts(model, device):
     """Compile the two sublayers and the loss, once for all layers: the time it takes does not grow with L.
 
-    Phase 1 of the reads has another graph for every number of sources, N + 1 of them. On a GPU a fused one is worth that; for a CPU
-    there is fused.c.
+    Phase 1 of the reads has another graph for every number of sources, N + 1 of them. Off the CPU a fused one is worth that. On a CPU
+    there is fused.c, in float32 or float64; without it phase 1 is not compiled.
     """
     once = partial(torch.compile, fullgraph=True, dynamic=False)
     attend, transform = once(Layer.attend), once(Layer.transform)
@@ -368,7 +368,7 @@ def main(config, name):
     share = batch // WORLD
     passes = share // config.micro_batch
     milestones = {updates(tokens, config) for tokens in config.milestones} | {last}
-    say(f"{n_params:,} parameters, {device}, {config.dtype}{', compiled' if compiled else ''}, {WORLD} rank(s) x {passes} passes x "
+    say(f"{n_params:,} parameters, {device}, {config.dtype}{', compiled' if compiled else ''}{', reads by fused.c' if kernel else ''}, {WORLD} rank(s) x {passes} passes x "
         f"{config.micro_batch} x {config.context} tokens; updates {step} to {last}")  # fmt: skip
     n_train, n_val = len(windows["train"]), len(windows["val"])
     say(f"windows of {config.context} tokens: {n_train:,} to train on, read {last * batch / n_train:.2g} times; "

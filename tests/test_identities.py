@@ -137,7 +137,7 @@ FAULTS = {  # fault: (a variant that shows it, a snippet that stands in model.py
     "key gain dropped": ("block", "wide(self.key_norm.weight) * wide(getattr(self, name))", "wide(getattr(self, name))"),
     "sources normalised in the mixture": (
         "block", "for s, of_source in zip(states[1:], alphas[1:]):", "for s, of_source in zip([s * r for s, r in zip(states, inverses)][1:], alphas[1:]):"),
-    "first mixture of a block not normalised": ("block", "[*first.inputs(mixtures[:R], norm), ", "[*mixtures[:R], "),
+    "first mixture of a block not normalised": ("block", "[*first_read.inputs(mixtures[:groups], norm), ", "[*mixtures[:groups], "),
     "norm of another sublayer": ("block", "reads[sublayer : sublayer + S], norms[sublayer])", "reads[sublayer : sublayer + S], norms[sublayer - 1])"),
     "running sum normalised in the mixture": ("block", "torch.lerp(mixture, wide(p), ", "torch.lerp(mixture, wide(p) * r, "),
     "running sum weighed as one source alone": ("block", "torch.sigmoid(logits - lse)", "torch.sigmoid(logits)"),
