@@ -20,7 +20,8 @@ from common import UserError
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 SOURCE = Path(__file__).with_name("fused.c")
-FLAGS = "-O3 -fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC".split()  # reassociation; not -ffast-math: NaN stays NaN
+# Sums in any order, but not -ffast-math: NaN stays NaN, and linking it would flush small numbers to zero in the whole process.
+FLAGS = "-O3 -fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC".split()
 FASTER = "-march=native -fopenmp -funroll-loops -fvariable-expansion-in-unroller".split()  # for a compiler that knows them
 
 

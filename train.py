@@ -368,7 +368,8 @@ def main(config, name):
     share = batch // WORLD
     passes = share // config.micro_batch
     milestones = {updates(tokens, config) for tokens in config.milestones} | {last}
-    say(f"{n_params:,} parameters, {device}, {config.dtype}{', compiled' if compiled else ''}{', reads by fused.c' if kernel else ''}, {WORLD} rank(s) x {passes} passes x "
+    how = f"{', compiled' if compiled else ''}{', reads by fused.c' if kernel else ''}"
+    say(f"{n_params:,} parameters, {device}, {config.dtype}{how}, {WORLD} rank(s) x {passes} passes x "
         f"{config.micro_batch} x {config.context} tokens; updates {step} to {last}")  # fmt: skip
     n_train, n_val = len(windows["train"]), len(windows["val"])
     say(f"windows of {config.context} tokens: {n_train:,} to train on, read {last * batch / n_train:.2g} times; "
