@@ -180,6 +180,19 @@ def test_whoever_else_holds_a_gradient_keeps_it(between):
     assert all(torch.equal(a, b) for a, b in zip([*got, *alone], together, strict=True))  # asking for more changes none, nor does a second backward
 
 
+def test_gradients_of_any_layout():
+    """Of the mixtures: expanded, of stride 0, and transposed; so, too, of lse."""
+    (first, second), norm = reads_of("rd", 12, torch.float64)
+    states, weight = states_of(3, 2, 4, 12, torch.float64), torch.randn(4, 2, 12, dtype=torch.float64)
+    got = {}
+    for read_finished in (fused.read_finished, model_py.read_finished):
+        partials, _, _ = read_finished([Source(s, inverse_rms(s.detach(), norm.eps)) for s in states], [first, second], norm)
+        (qk, v), (mlp,) = (p.mixtures for p in partials)
+        loss = qk.sum() + (v.transpose(0, 1) * weight).sum() + (mlp.transpose(0, 1) * weight).sum() + (partials[1].lse.transpose(0, 1) * weight[..., :1]).sum()
+        got[read_finished] = torch.autograd.grad(loss, [*states, first.query, first.query_v, second.query, norm.weight])
+    assert distance(*got.values()) < 1e-12
+
+
 def test_a_hook_may_keep_the_gradient_it_sees():
     reads, norm = reads_of("rd", 20, torch.float64)
     finished, kept = [Source(s, inverse_rms(s.detach(), norm.eps)) for s in states_of(3, 2, 4, 20, torch.float64)], []
