@@ -181,7 +181,7 @@ def test_whoever_else_holds_a_gradient_keeps_it(between):
 
 
 def test_gradients_of_any_layout():
-    """Of the mixtures: expanded, of stride 0, and transposed; so, too, of lse."""
+    """Of the mixtures: expanded, of stride 0, and transposed. (Those of lse come through a split, which makes them whole.)"""
     (first, second), norm = reads_of("rd", 12, torch.float64)
     states, weight = states_of(3, 2, 4, 12, torch.float64), torch.randn(4, 2, 12, dtype=torch.float64)
     got = {}
