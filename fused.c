@@ -1,145 +1,226 @@
 /* Phase 1 of the depth reads (mix_finished in model.py) on a CPU, token by token: all that a token needs of its K sources and R routes
    is in the cache after its first use, where single operations, or torch.compile's graph of them, pass over memory again and again.
 
-   REAL is float or double. Arrays by row, D wide where they end in D; K or R pointers where a letter stands before the parenthesis:
+   fused.py compiles this for one REAL (float or double), WIDTH, number of ROUTES and of NORMALISED mixtures: so loops over routes unroll,
+   and sums over sources stay in registers. Arrays by row, D wide where they end in D; K or R pointers where a letter stands before the
+   parenthesis:
 
-   states, d_states, passed   K (tokens, D)     inverses      K (tokens)          logits        (tokens, R, K)
+   states, d_states, passed   K (tokens, D)     inverses      K (tokens)          logits        (tokens, K, R)
    mixtures, d_mixtures       R (tokens, D)     w, d_w        (R, D)              lse, d_lse    (tokens, R)
-   w are the directions, g * w in model.py. gain, d_gain (D): of the RMSNorm after the read; the first `normed` mixtures are given, and
+   w are the directions, g * w in model.py. gain, d_gain (D): of the RMSNorm after the read; the first NORMED mixtures are given, and
    their gradients taken, normalised.                                                                                               */
 
 #include <tgmath.h>
 
 typedef REAL real;
 
-static real dot(const real *a, const real *b, long D) {
+#if defined __AVX512F__
+enum { REGISTER = 64 };
+#elif defined __AVX__
+enum { REGISTER = 32 };
+#else
+enum { REGISTER = 16 };
+#endif
+
+enum {
+    D = WIDTH,
+    R = ROUTES,
+    NORMED = NORMALISED,
+    FIT = REGISTER / sizeof(real),
+    POWER = D & -D, /* the largest power of two in D */
+    LANES = POWER < FIT ? POWER : FIT,
+    C = D / LANES, /* vectors a row */
+    TILE = 8       /* tokens whose exponentials are taken together: whole vectors of them, and time for prefetches to arrive */
+};
+
+/* Arithmetic on it is lane by lane, with a real for all lanes alike. */
+typedef real vec __attribute__((vector_size(LANES * sizeof(real)), aligned(sizeof(real)), may_alias));
+
+static inline real total(vec x) {
     real sum = 0;
-    for (long d = 0; d < D; d++) sum += a[d] * b[d];
+    for (int i = 0; i < LANES; i++) sum += x[i];
     return sum;
 }
 
-/* x += c y */
-static void add(real *restrict x, real c, const real *restrict y, long D) {
-    for (long d = 0; d < D; d++) x[d] += c * y[d];
+/* Row t of x (any, D) */
+static inline vec *row(const real *x, long t) { return (vec *)(x + t * D); }
+
+/* Every source and mixture is a place in memory of its own, too many for the processor to foresee: ask for a later token's row. For the
+   second-level cache: the first can wait for few lines at a time, and who asks for more waits too. */
+static inline void prefetch(const vec *x) {
+    for (int c = 0; c < C; c += LANES * sizeof(real) < 64 ? 64 / (LANES * sizeof(real)) : 1) __builtin_prefetch(x + c, 0, 2);
 }
 
-/* h = sum_k alpha_k s_k of token t */
-static void mix(real *h, const real *alpha, const real *const *states, long K, long t, long D) {
-    for (long d = 0; d < D; d++) h[d] = 0;
-    for (long k = 0; k < K; k++) add(h, alpha[k], states[k] + t * D, D);
-}
-
-/* Every source and mixture is a place in memory of its own, too many for the processor to foresee: ask for the next token's rows. */
-static void prefetch(const real *row, long D) {
-    for (long d = 0; d < D; d += 64 / sizeof(real)) __builtin_prefetch(row + d);
-}
-
-static void forward_tokens(long first, long last, long D, long K, long R, long normed, real eps, const real *const *states,
-                           const real *const *inverses, const real *w, const real *gain, real *logits, real *lse, real *const *mixtures) {
-    for (long t = first; t < last; t++) {
-        for (long k = 0; k < K; k++) {
-            const real *s = states[k] + t * D;
-            prefetch(s + D, D);
-            for (long r = 0; r < R; r++) logits[(t * R + r) * K + k] = dot(w + r * D, s, D) * inverses[k][t];
+/* x -> e^x for n values x <= 0. The library's, one call a value, would be a third of the forward in float32 and D 64; this loop's body
+   the compiler takes a vector at a time. x = k log 2 + f: 2^k has the bits of k, e^f is Taylor's series, |f|^8 / 8! < 6e-9. The error
+   of k log 2 makes that of e^x about 6e-8 (1 - x), as a rounding of x would. */
+void exponentials(real *x, long n) {
+    for (long i = 0; i < n; i++) {
+        if (sizeof(real) != sizeof(float)) {
+            x[i] = exp(x[i]);
+            continue;
         }
-        for (long r = 0; r < R; r++) {
-            const real *l = logits + (t * R + r) * K;
-            real *h = mixtures[r] + t * D, alpha[K], top = l[0], sum = 0;
-            for (long k = 1; k < K; k++) top = l[k] > top ? l[k] : top;
-            for (long k = 0; k < K; k++) sum += alpha[k] = exp(l[k] - top);
-            for (long k = 0; k < K; k++) alpha[k] /= sum;
-            lse[t * R + r] = top + log(sum);
-            prefetch(h + D, D);
-            mix(h, alpha, states, K, t, D);
-            if (r < normed) {
-                const real inverse = 1 / sqrt(dot(h, h, D) / D + eps);
-                for (long d = 0; d < D; d++) h[d] *= inverse * gain[d];
-            }
-        }
+        const real y = x[i] < -87 ? -87 : x[i], k = rint(y * 1.44269504f), f = y - k * 0.693147181f;
+        const union {
+            unsigned bits;
+            float power;
+        } two = {(unsigned)((int)k + 127) << 23};
+        real series = 1;
+        for (int j = 7; j > 0; j--) series = 1 + series * f * (1.0f / j);
+        x[i] = series * two.power;
     }
+}
+
+/* out_r = x_r . s for x (R, D) */
+static inline void dots(real *out, const vec *x, const vec *s) {
+    vec sum[R];
+    for (int r = 0; r < R; r++) sum[r] = x[r * C] * s[0];
+    for (int c = 1; c < C; c++)
+        for (int r = 0; r < R; r++) sum[r] += x[r * C + c] * s[c];
+    for (int r = 0; r < R; r++) out[r] = total(sum[r]);
+}
+
+/* h_r = sum_k alpha_kr s_k of token t, for the first `routes` routes */
+static inline void mix(vec *const *h, const real (*alpha)[R], const real *const *states, long K, long t, const int routes) {
+    for (int c = 0; c < C; c++) {
+        vec sum[R];
+        for (int r = 0; r < routes; r++) sum[r] = alpha[0][r] * row(states[0], t)[c];
+        for (long k = 1; k < K; k++) {
+            const vec s = row(states[k], t)[c];
+            for (int r = 0; r < routes; r++) sum[r] += alpha[k][r] * s;
+        }
+        for (int r = 0; r < routes; r++) h[r][c] = sum[r];
+    }
+}
+
+/* h -> its RMSNorm, in place */
+static inline void normalise(vec *h, const vec *gain, real eps) {
+    vec square = {0};
+    for (int c = 0; c < C; c++) square += h[c] * h[c];
+    const real inverse = 1 / sqrt(total(square) / D + eps);
+    for (int c = 0; c < C; c++) h[c] *= inverse * gain[c];
 }
 
 /* d_x, the gradient of the normalised mixture, and the mixture h -> its gradient, in h's place; adds to d_gain */
-static void norm_backward(real *restrict h, const real *restrict d_x, const real *restrict gain, real *restrict d_gain, real eps, long D) {
-    real square = 0, along = 0;
-    for (long d = 0; d < D; d++) square += h[d] * h[d], along += gain[d] * d_x[d] * h[d];
-    const real inverse = 1 / sqrt(square / D + eps);
-    along *= inverse * inverse * inverse / D;
-    for (long d = 0; d < D; d++) {
-        d_gain[d] += d_x[d] * h[d] * inverse;
-        h[d] = gain[d] * d_x[d] * inverse - along * h[d];
+static inline void norm_backward(vec *h, const vec *d_x, const vec *gain, vec *d_gain, real eps) {
+    vec square = {0}, product = {0};
+    for (int c = 0; c < C; c++) square += h[c] * h[c], product += gain[c] * d_x[c] * h[c];
+    const real inverse = 1 / sqrt(total(square) / D + eps), along = total(product) * inverse * inverse * inverse / D;
+    for (int c = 0; c < C; c++) {
+        d_gain[c] += d_x[c] * h[c] * inverse;
+        h[c] = gain[c] * d_x[c] * inverse - along * h[c];
     }
 }
 
-/* What a route adds to the gradients of a source, alpha G + c w, and of its direction, c s */
-static void add_route(real *restrict d_s, real *restrict d_w, real alpha, const real *restrict g, real c, const real *restrict w,
-                      const real *restrict s, long D) {
-    for (long d = 0; d < D; d++) {
-        d_s[d] += alpha * g[d] + c * w[d];
-        d_w[d] += c * s[d];
-    }
-}
-
-/* passed[k]: the gradient of source k from the reads after this one, NULL where there is none; alpha and d_logits (R, K) and mixture
-   (normed, D) are a thread's own, to work in */
-static void backward_tokens(long first, long last, long D, long K, long R, long normed, real eps, const real *const *states,
-                            const real *const *inverses, const real *w, const real *gain, const real *logits, const real *lse, const real *d_lse,
-                            const real *const *d_mixtures, const real *const *passed, real *alpha, real *d_logits, real *mixture, real *d_w,
-                            real *d_gain, real *const *d_states) {
-    const real *g[R];
-    for (long t = first; t < last; t++) {
-        const real *l = logits + t * R * K;
-        for (long k = 0; k < K; k++) prefetch(states[k] + (t + 1) * D, D);
-        for (long r = 0; r < R; r++)
-            for (long k = 0; k < K; k++) alpha[r * K + k] = exp(l[r * K + k] - lse[t * R + r]);
-        for (long r = 0; r < normed; r++) mix(mixture + r * D, alpha + r * K, states, K, t, D);
-        for (long r = 0; r < R; r++) {
-            real *a = alpha + r * K, *d_l = d_logits + r * K, mean = 0;
-            g[r] = d_mixtures[r] + t * D;
-            prefetch(g[r] + D, D);
-            if (r < normed) {
-                norm_backward(mixture + r * D, g[r], gain, d_gain, eps, D);
-                g[r] = mixture + r * D;
+static void forward_tokens(long first, long last, long K, real eps, const real *const *states, const real *const *inverses, const real *w,
+                           const real *gain, real (*logits)[R], real (*lse)[R], real *const *mixtures) {
+    real alphas[TILE * K][R];
+    for (long start = first; start < last; start += TILE) {
+        const long end = start + TILE < last ? start + TILE : last;
+        for (long t = start; t < end; t++) {
+            real(*l)[R] = logits + t * K, (*alpha)[R] = alphas + (t - start) * K;
+            for (long k = 0; k < K; k++) {
+                prefetch(row(states[k], t + TILE));
+                dots(l[k], row(w, 0), row(states[k], t));
+                for (int r = 0; r < R; r++) l[k][r] *= inverses[k][t];
+                for (int r = 0; r < R; r++) lse[t][r] = k && lse[t][r] > l[k][r] ? lse[t][r] : l[k][r]; /* the largest, until it is known */
             }
-            for (long k = 0; k < K; k++) d_l[k] = dot(g[r], states[k] + t * D, D);
-            for (long k = 0; k < K; k++) mean += a[k] * d_l[k];
-            for (long k = 0; k < K; k++) d_l[k] = a[k] * (d_l[k] - mean + d_lse[t * R + r]);
+            for (long k = 0; k < K; k++)
+                for (int r = 0; r < R; r++) alpha[k][r] = l[k][r] - lse[t][r];
         }
-        for (long k = 0; k < K; k++) {
-            const real inverse = inverses[k][t], *s = states[k] + t * D;
-            real *d_s = d_states[k] + t * D, through_rms = 0;
-            prefetch(d_s + D, D);
-            for (long r = 0; r < R; r++) through_rms -= d_logits[r * K + k] * l[r * K + k];
-            through_rms *= inverse * inverse / D;
-            if (passed[k]) {
-                const real *after = passed[k] + t * D;
-                prefetch(after + D, D);
-                for (long d = 0; d < D; d++) d_s[d] = after[d];
-            } else
-                for (long d = 0; d < D; d++) d_s[d] = 0;
-            add(d_s, through_rms, s, D);
-            for (long r = 0; r < R; r++) add_route(d_s, d_w + r * D, alpha[r * K + k], g[r], d_logits[r * K + k] * inverse, w + r * D, s, D);
+        exponentials(alphas[0], (end - start) * K * R);
+        for (long t = start; t < end; t++) {
+            real(*alpha)[R] = alphas + (t - start) * K, sum[R] = {0};
+            vec *h[R];
+            for (long k = 0; k < K; k++)
+                for (int r = 0; r < R; r++) sum[r] += alpha[k][r];
+            for (int r = 0; r < R; r++) lse[t][r] += log(sum[r]), sum[r] = 1 / sum[r];
+            for (long k = 0; k < K; k++)
+                for (int r = 0; r < R; r++) alpha[k][r] *= sum[r];
+            for (int r = 0; r < R; r++) h[r] = row(mixtures[r], t), prefetch(row(mixtures[r], t + TILE));
+            mix(h, alpha, states, K, t, R);
+            for (int r = 0; r < NORMED; r++) normalise(h[r], row(gain, 0), eps);
+        }
+    }
+}
+
+/* passed[k]: the gradient of source k from the reads after this one, NULL where there is none. g (R, D), the gradients of a token's mixtures,
+   is a thread's own, to work in. */
+static void backward_tokens(long first, long last, long K, real eps, const real *const *states, const real *const *inverses, const real *w,
+                            const real *gain, const real (*logits)[R], const real (*lse)[R], const real (*d_lse)[R],
+                            const real *const *d_mixtures, const real *const *passed, real *g, real *d_w, real *d_gain, real *const *d_states) {
+    real alphas[TILE * K][R], to_w[K][R], to_s[K]; /* what a source's state adds to d_w, and w and the state itself to the state's gradient */
+    vec *g_row[R];
+    for (int r = 0; r < R; r++) g_row[r] = row(g, r);
+    for (long start = first; start < last; start += TILE) {
+        const long end = start + TILE < last ? start + TILE : last;
+        for (long t = start; t < end; t++)
+            for (long k = 0; k < K; k++)
+                for (int r = 0; r < R; r++) alphas[(t - start) * K + k][r] = logits[t * K + k][r] - lse[t][r];
+        exponentials(alphas[0], (end - start) * K * R);
+        for (long t = start; t < end; t++) {
+            const real(*alpha)[R] = alphas + (t - start) * K;
+            real mean[R];
+            mix(g_row, alpha, states, K, t, NORMED);
+            for (int r = 0; r < R; r++) {
+                const vec *d_h = row(d_mixtures[r], t);
+                prefetch(row(d_mixtures[r], t + TILE));
+                if (r < NORMED)
+                    norm_backward(g_row[r], d_h, row(gain, 0), row(d_gain, 0), eps);
+                else
+                    for (int c = 0; c < C; c++) g_row[r][c] = d_h[c];
+                mean[r] = -d_lse[t][r];
+            }
+            for (long k = 0; k < K; k++) {
+                prefetch(row(states[k], t + TILE));
+                prefetch(row(d_states[k], t + TILE));
+                if (passed[k]) prefetch(row(passed[k], t + TILE));
+                dots(to_w[k], row(g, 0), row(states[k], t)); /* the gradient of alpha, until all are known */
+                for (int r = 0; r < R; r++) mean[r] += alpha[k][r] * to_w[k][r];
+            }
+            for (long k = 0; k < K; k++) {
+                const real inverse = inverses[k][t];
+                to_s[k] = 0;
+                for (int r = 0; r < R; r++) {
+                    const real d_logit = alpha[k][r] * (to_w[k][r] - mean[r]);
+                    to_s[k] -= d_logit * logits[t * K + k][r] * inverse * inverse / D;
+                    to_w[k][r] = d_logit * inverse;
+                }
+            }
+            for (int c = 0; c < C; c++) {
+                vec g_c[R], w_c[R], d_w_c[R];
+                for (int r = 0; r < R; r++) g_c[r] = row(g, r)[c], w_c[r] = row(w, r)[c], d_w_c[r] = row(d_w, r)[c];
+                for (long k = 0; k < K; k++) {
+                    const vec s = row(states[k], t)[c];
+                    vec d_s = to_s[k] * s;
+                    if (passed[k]) d_s += row(passed[k], t)[c];
+                    for (int r = 0; r < R; r++) {
+                        d_s += alpha[k][r] * g_c[r] + to_w[k][r] * w_c[r];
+                        d_w_c[r] += to_w[k][r] * s;
+                    }
+                    row(d_states[k], t)[c] = d_s;
+                }
+                for (int r = 0; r < R; r++) row(d_w, r)[c] = d_w_c[r];
+            }
         }
     }
 }
 
 /* Each of `threads` threads takes a run of tokens; in the backward it has a d_w and a d_gain of its own, zero at the start, and a place to
-   work in: work (threads, 2 R K + normed D). */
+   work in: work (threads, R, D). */
 
-void forward(long threads, long tokens, long D, long K, long R, long normed, double eps, const real *const *states, const real *const *inverses,
-             const real *w, const real *gain, real *logits, real *lse, real *const *mixtures) {
+void forward(long threads, long tokens, long K, double eps, const real *const *states, const real *const *inverses, const real *w,
+             const real *gain, real (*logits)[R], real (*lse)[R], real *const *mixtures) {
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < threads; i++)
-        forward_tokens(tokens * i / threads, tokens * (i + 1) / threads, D, K, R, normed, eps, states, inverses, w, gain, logits, lse, mixtures);
+        forward_tokens(tokens * i / threads, tokens * (i + 1) / threads, K, eps, states, inverses, w, gain, logits, lse, mixtures);
 }
 
-void backward(long threads, long tokens, long D, long K, long R, long normed, double eps, const real *const *states, const real *const *inverses,
-              const real *w, const real *gain, const real *logits, const real *lse, const real *d_lse, const real *const *d_mixtures,
+void backward(long threads, long tokens, long K, double eps, const real *const *states, const real *const *inverses, const real *w,
+              const real *gain, const real (*logits)[R], const real (*lse)[R], const real (*d_lse)[R], const real *const *d_mixtures,
               const real *const *passed, real *work, real *d_w, real *d_gain, real *const *d_states) {
 #pragma omp parallel for num_threads(threads)
-    for (long i = 0; i < threads; i++) {
-        real *alpha = work + i * (2 * R * K + normed * D), *d_logits = alpha + R * K, *mixture = d_logits + R * K;
-        backward_tokens(tokens * i / threads, tokens * (i + 1) / threads, D, K, R, normed, eps, states, inverses, w, gain, logits, lse, d_lse,
-                        d_mixtures, passed, alpha, d_logits, mixture, d_w + i * R * D, d_gain + i * D, d_states);
-    }
+    for (long i = 0; i < threads; i++)
+        backward_tokens(tokens * i / threads, tokens * (i + 1) / threads, K, eps, states, inverses, w, gain, logits, lse, d_lse, d_mixtures,
+                        passed, work + i * R * D, d_w + i * R * D, d_gain + i * D, d_states);
 }

@@ -1,6 +1,6 @@
 """Phase 1 of the depth reads as one C kernel, for CPUs: what model.py's mix_finished computes, in one pass over memory each way.
 
-fused.c holds the kernel. It is compiled at its first use in a process, in about a second, by CC or cc.
+fused.c holds the kernel. CC or cc compiles it at its first use in a process, in half a second for each number of routes: two to a model.
 """
 
 import ctypes
@@ -22,19 +22,20 @@ REALS = {torch.float32: "float", torch.float64: "double"}
 SOURCE = Path(__file__).with_name("fused.c")
 # Sums in any order, but not -ffast-math: NaN stays NaN, and linking it would flush small numbers to zero in the whole process.
 FLAGS = "-O3 -fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC".split()
-FASTER = "-march=native -fopenmp -funroll-loops -fvariable-expansion-in-unroller".split()  # for a compiler that knows them
+FASTER = "-march=native -funroll-loops -fopenmp".split()  # for a compiler that knows them, or all but the last: clang may come without OpenMP
 
 
 @functools.cache
-def library(dtype):
-    """fused.c for float32 or float64, compiled for this machine. Raises UserError where that cannot be."""
+def library(dtype, D=64, R=1, normed=1):
+    """fused.c for float32 or float64, width D, R routes, `normed` normalised mixtures and this machine. Raises UserError where that cannot be."""
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
         if not compiler or not shutil.which(compiler[0]):
             raise UserError(f"fused.c needs a C compiler, and {' '.join(compiler) or 'CC'} is not here")
         with tempfile.TemporaryDirectory() as folder:  # once it is loaded a library needs its file no more
-            for more in (FASTER, []):
-                command = [*compiler, f"-DREAL={REALS[dtype]}", *FLAGS, *more, "-o", f"{folder}/fused.so", str(SOURCE), "-lm"]
+            for more in (FASTER, FASTER[:-1], []):
+                sizes = [f"-DREAL={REALS[dtype]}", f"-DWIDTH={D}", f"-DROUTES={R}", f"-DNORMALISED={normed}"]
+                command = [*compiler, *sizes, *FLAGS, *more, "-o", f"{folder}/fused.so", str(SOURCE), "-lm"]
                 done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
                 if not done.returncode:
                     return ctypes.CDLL(f"{folder}/fused.so")
@@ -51,14 +52,15 @@ def call(name, ctx, states, inverses, directions, *arguments):
             return ctypes.c_void_p(x.data_ptr())
         return (ctypes.c_void_p * len(x))(*(None if t is None else t.data_ptr() for t in x))
 
-    D = states[0].shape[-1]
-    sizes = (ctypes.c_long(n) for n in (ctx.threads, states[0].numel() // D, D, len(states), len(directions), ctx.normed))
-    getattr(library(directions.dtype), name)(*sizes, ctypes.c_double(ctx.eps), *map(pointer, (states, inverses, directions, *arguments)))
+    R, D = directions.shape
+    sizes = (ctypes.c_long(n) for n in (ctx.threads, states[0].numel() // D, len(states)))
+    function = getattr(library(directions.dtype, D, R, ctx.normed), name)
+    function(*sizes, ctypes.c_double(ctx.eps), *map(pointer, (states, inverses, directions, *arguments)))
 
 
 class MixFinished(torch.autograd.Function):
     """directions g * w (R, D), gain (D,) and eps of the RMSNorm that the first `normed` mixtures get, K, the K states (B, T, D) and
-    their K inverse rms -> lse (B, T, R), logits (K, B, T, R), which is a view of the kernel's (B, T, R, K), R mixtures, and the K states again.
+    their K inverse rms -> lse (B, T, R), logits (K, B, T, R), which is a view of the kernel's (B, T, K, R), R mixtures, and the K states again.
 
     Who reads these states next hands their gradients back here, and this read's share is added in the same pass: to a new tensor,
     as somebody may hold the old one. Mixtures that are given normalised are not kept for the backward: with the sources at hand
@@ -71,11 +73,11 @@ class MixFinished(torch.autograd.Function):
         directions, gain, *sources = (x.contiguous() for x in (directions, gain, *sources))
         states, inverses, R = sources[:K], sources[K:], len(directions)
         lse, mixtures = states[0].new_empty(*states[0].shape[:2], R), [torch.empty_like(states[0]) for _ in range(R)]
-        logits = lse.new_empty(*lse.shape, K)
+        logits = lse.new_empty(*states[0].shape[:2], K, R)
         call("forward", ctx, states, inverses, directions, gain, logits, lse, mixtures)
         ctx.save_for_backward(directions, gain, logits, lse, *sources)
         ctx.set_materialize_grads(False)
-        logits_by_source = logits.permute(3, 0, 1, 2)
+        logits_by_source = logits.permute(2, 0, 1, 3)
         ctx.mark_non_differentiable(logits_by_source)
         return lse, logits_by_source, *mixtures, *states
 
@@ -83,12 +85,12 @@ class MixFinished(torch.autograd.Function):
     @model.first_order
     def backward(ctx, d_lse, _, *gradients):
         directions, gain, logits, lse, *sources = ctx.saved_tensors
-        R, K = logits.shape[-2:]
+        K, R = logits.shape[-2:]
         states, inverses = sources[:K], sources[K:]
         d_lse = torch.zeros_like(lse) if d_lse is None else d_lse.contiguous()
         d_mixtures = [torch.zeros_like(states[0]) if d is None else d.contiguous() for d in gradients[:R]]
         passed = [d if d is None else d.contiguous() for d in gradients[R:]]
-        work = gain.new_empty(ctx.threads, 2 * R * K + ctx.normed * len(gain))
+        work = gain.new_empty(ctx.threads, R, len(gain))
         results = gain.new_zeros(ctx.threads, R, len(gain)), gain.new_zeros(ctx.threads, len(gain)), [torch.empty_like(s) for s in states]
         call("backward", ctx, states, inverses, directions, gain, logits, lse, d_lse, d_mixtures, passed, work, *results)
         d_directions, d_gain, d_states = results

@@ -4,6 +4,7 @@
     torchrun --standalone --nproc_per_node=8 train.py configs/s.toml --variant=rd
 """
 
+import ctypes
 import json
 import math
 import os
@@ -97,6 +98,20 @@ def pick_fused(config, device):
         common.warn(f"{error}: the depth reads take PyTorch's operations, several passes over memory for one")
         return False
     return True
+
+
+def keep_freed_memory():
+    """Have glibc's malloc keep what a step frees for the next one, which would else pay for every page anew; elsewhere, do nothing.
+
+    PyTorch has a cache of its own on a GPU, and on a CPU none. Tensors of 32 MiB and more, malloc's limit, still go back.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # mallopt's names for them, from malloc.h
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(trim_threshold, -1)  # never
+    mallopt(mmap_threshold, 32 * 2**20)
 
 
 def compile_parts(model, device):
@@ -284,6 +299,7 @@ def main(config, name):
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(config.deterministic)
     device = pick_device(config)
+    keep_freed_memory()
     manifest, data_id = common.check_data(config.data_dir, config.verify)
     config = resolve(config, device, manifest)
     compiled = pick_compile(config, device)

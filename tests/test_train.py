@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import platform
 import re
 import runpy
 import shutil
@@ -355,6 +356,21 @@ def test_speed_counts_updates_and_not_evaluations(data, tmp_path, monkeypatch):
 
     timed = run(data, tmp_path / "out", pass_time, micro_batch=8, eval_interval=1, log_interval=2)
     assert [r["tokens_per_s"] for r in timed.train] == [UPDATE] * 4
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="malloc is another one")
+def test_a_step_pays_for_no_page_that_the_step_before_had():
+    script = """if True:
+        import resource, sys, torch, train
+        def step():
+            before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+            tensors = [torch.ones(2**20) for _ in range(16)]
+            return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        if sys.argv[1] == "keep":
+            train.keep_freed_memory()
+        print(min(step() for _ in range(4)))"""
+    faults = {how: int(subprocess.check_output([sys.executable, "-c", script, how], cwd=ROOT, env=ENV)) for how in ("keep", "give")}
+    assert faults["keep"] < 100 and faults["give"] > 5_000, faults  # of 16,384 pages of 4 KiB
 
 
 def test_the_run_folder_is_named_after_config_variant_and_seed(data, tmp_path, monkeypatch):
