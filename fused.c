@@ -206,8 +206,8 @@ static void backward_tokens(long first, long last, long K, real eps, const real 
     }
 }
 
-/* Each of `threads` threads takes a run of tokens; in the backward it has a d_w and a d_gain of its own, zero at the start, and a place to
-   work in: work (threads, R, D). */
+/* Each of `threads` threads takes a run of tokens; in the backward it has sums of its own, zero at the start, d_w's R rows and d_gain, and a
+   place to work in: sums (threads, R + 1, D), work (threads, R, D). */
 
 void forward(long threads, long tokens, long K, double eps, const real *const *states, const real *const *inverses, const real *w,
              const real *gain, real (*logits)[R], real (*lse)[R], real *const *mixtures) {
@@ -218,9 +218,9 @@ void forward(long threads, long tokens, long K, double eps, const real *const *s
 
 void backward(long threads, long tokens, long K, double eps, const real *const *states, const real *const *inverses, const real *w,
               const real *gain, const real (*logits)[R], const real (*lse)[R], const real (*d_lse)[R], const real *const *d_mixtures,
-              const real *const *passed, real *work, real *d_w, real *d_gain, real *const *d_states) {
+              const real *const *passed, real *work, real *sums, real *const *d_states) {
 #pragma omp parallel for num_threads(threads)
     for (long i = 0; i < threads; i++)
         backward_tokens(tokens * i / threads, tokens * (i + 1) / threads, K, eps, states, inverses, w, gain, logits, lse, d_lse, d_mixtures,
-                        passed, work + i * R * D, d_w + i * R * D, d_gain + i * D, d_states);
+                        passed, work + i * R * D, sums + i * (R + 1) * D, sums + (i * (R + 1) + R) * D, d_states);
 }

@@ -91,10 +91,10 @@ class MixFinished(torch.autograd.Function):
         d_mixtures = [torch.zeros_like(states[0]) if d is None else d.contiguous() for d in gradients[:R]]
         passed = [d if d is None else d.contiguous() for d in gradients[R:]]
         work = gain.new_empty(ctx.threads, R, len(gain))
-        results = gain.new_zeros(ctx.threads, R, len(gain)), gain.new_zeros(ctx.threads, len(gain)), [torch.empty_like(s) for s in states]
-        call("backward", ctx, states, inverses, directions, gain, logits, lse, d_lse, d_mixtures, passed, work, *results)
-        d_directions, d_gain, d_states = results
-        return d_directions.sum(0), d_gain.sum(0), None, None, None, *d_states, *[None] * K
+        sums, d_states = gain.new_zeros(ctx.threads, R + 1, len(gain)), [torch.empty_like(s) for s in states]
+        call("backward", ctx, states, inverses, directions, gain, logits, lse, d_lse, d_mixtures, passed, work, sums, d_states)
+        d_directions, d_gain = sums.sum(0).split((R, 1))
+        return d_directions, d_gain[0], None, None, None, *d_states, *[None] * K
 
 
 def mix_finished(directions, states, inverses, first_read, norm):
