@@ -308,7 +308,7 @@ class DepthRead(nn.Module):
 
     def directions(self):
         """g * w of each group (R, D)."""
-        return torch.stack([wide(self.key_norm.weight) * wide(getattr(self, name)) for name in self.queries])
+        return wide(self.key_norm.weight) * torch.stack([wide(getattr(self, name)) for name in self.queries])
 
     def inputs(self, mixtures, norm):
         """R mixtures (B, T, D) -> what the sublayer takes, RMSNorm of each; half where the weights are: model.bfloat16()."""

@@ -134,7 +134,7 @@ FAULTS = {  # fault: (a variant that shows it, a snippet that stands in model.py
         "block", "torch.stack([project(s, directions) * r for", "torch.stack([project(s, directions) * r / s.shape[-1] ** 0.5 for"),
     "keys not normalised": ("block", "torch.stack([project(s, directions) * r for", "torch.stack([project(s, directions) for"),
     "running key not normalised": ("block", "logits = project(p, directions) * r\n", "logits = project(p, directions)\n"),
-    "key gain dropped": ("block", "wide(self.key_norm.weight) * wide(getattr(self, name))", "wide(getattr(self, name))"),
+    "key gain dropped": ("block", "wide(self.key_norm.weight) * torch.stack", "torch.stack"),
     "sources normalised in the mixture": (
         "block", "for s, of_source in zip(states[1:], alphas[1:]):", "for s, of_source in zip([s * r for s, r in zip(states, inverses)][1:], alphas[1:]):"),
     "first mixture of a block not normalised": ("block", "[*first_read.inputs(mixtures[:groups], norm), ", "[*mixtures[:groups], "),
