@@ -553,7 +553,8 @@ def table(report):
 
 
 def main(options, config, name, argv):
-    train.keep_freed_memory()  # as train.py does
+    if train.pick_device(config).type == "cpu":
+        train.keep_freed_memory()  # as train.py does
     if options.child:
         if options.child == "rss":
             (variant,) = chosen(options)

@@ -1,21 +1,22 @@
 /* Phase 1 of the depth reads (mix_finished in model.py) on a CPU, token by token: all that a token needs of its K sources and R routes
-   is in the cache after its first use, where single operations, or torch.compile's graph of them, pass over memory again and again.
+   is in the cache after its first use, where separate operations, or torch.compile's graph of them, pass over memory again and again.
 
    fused.py compiles this for one REAL (float or double), WIDTH, number of ROUTES and of NORMALISED mixtures: so loops over routes unroll,
-   and sums over sources stay in registers. Arrays by row, D wide where they end in D; K or R pointers where a letter stands before the
-   parenthesis:
+   and sums over sources stay in registers. Arrays are contiguous; K or R before the parenthesis is an array of that many pointers:
 
    states, d_states, passed   K (tokens, D)     inverses      K (tokens)          logits        (tokens, K, R)
    mixtures, d_mixtures       R (tokens, D)     w, d_w        (R, D)              lse, d_lse    (tokens, R)
-   w are the directions, g * w in model.py. gain, d_gain (D): of the RMSNorm after the read; the first NORMED mixtures are given, and
-   their gradients taken, normalised.                                                                                               */
+
+   w are the directions, g * w in model.py; inverses 1 / rms of the states; alpha (K, R) the weights of a token; gain, d_gain (D) of the
+   RMSNorm after the read, which the first NORMED mixtures go through before they are returned. Indices: token t, source k, route r, and c,
+   the vectors of a row. The formulas of the backward are those of MixFinished and state_gradient in model.py.                            */
 
 #include <tgmath.h>
 
 typedef REAL real;
 
 #if defined __AVX512F__
-enum { REGISTER = 64 };
+enum { REGISTER = 64 }; /* bytes */
 #elif defined __AVX__
 enum { REGISTER = 32 };
 #else
@@ -27,13 +28,13 @@ enum {
     R = ROUTES,
     NORMED = NORMALISED,
     FIT = REGISTER / sizeof(real),
-    POWER = D & -D, /* the largest power of two in D */
+    POWER = D & -D, /* the largest power of two that divides D */
     LANES = POWER < FIT ? POWER : FIT,
     C = D / LANES, /* vectors a row */
-    TILE = 8       /* tokens whose exponentials are taken together: whole vectors of them, and time for prefetches to arrive */
+    TILE = 8       /* tokens done together: exponentials enough to fill vectors; and how far ahead prefetches ask */
 };
 
-/* Arithmetic on it is lane by lane, with a real for all lanes alike. */
+/* Arithmetic on it is lane by lane, with a real for all lanes alike. A row may begin anywhere that a real may. */
 typedef real vec __attribute__((vector_size(LANES * sizeof(real)), aligned(sizeof(real)), may_alias));
 
 static inline real total(vec x) {
@@ -45,15 +46,15 @@ static inline real total(vec x) {
 /* Row t of x (any, D) */
 static inline vec *row(const real *x, long t) { return (vec *)(x + t * D); }
 
-/* Every source and mixture is a place in memory of its own, too many for the processor to foresee: ask for a later token's row. For the
-   second-level cache: the first can wait for few lines at a time, and who asks for more waits too. */
+/* Sources and mixtures are more streams than the processor itself foresees: ask for the rows TILE tokens on (past the end too: no prefetch
+   faults). Into the second-level cache, the 2: the first can await few lines at a time, and loads would queue behind them. */
 static inline void prefetch(const vec *x) {
-    for (int c = 0; c < C; c += LANES * sizeof(real) < 64 ? 64 / (LANES * sizeof(real)) : 1) __builtin_prefetch(x + c, 0, 2);
+    for (int c = 0; c < C; c += 64 / sizeof(vec)) __builtin_prefetch(x + c, 0, 2);
 }
 
-/* x -> e^x for n values x <= 0. The library's, one call a value, would be a third of the forward in float32 and D 64; this loop's body
-   the compiler takes a vector at a time. x = k log 2 + f: 2^k has the bits of k, e^f is Taylor's series, |f|^8 / 8! < 6e-9. The error
-   of k log 2 makes that of e^x about 6e-8 (1 - x), as a rounding of x would. */
+/* x -> e^x for n values x <= 0, in place; a float below -87 is taken for -87. One library call a value would be a third of the float forward
+   at D 64; this loop becomes vectors. x = k log 2 + f: 2^k from its bits, e^f by Taylor's series, |f|^8 / 8! < 6e-9. Rounding k log 2
+   makes the relative error about 6e-8 (1 - x), what a rounding of x does. Not static: a test calls it. */
 void exponentials(real *x, long n) {
     for (long i = 0; i < n; i++) {
         if (sizeof(real) != sizeof(float)) {
@@ -73,9 +74,8 @@ void exponentials(real *x, long n) {
 
 /* out_r = x_r . s for x (R, D) */
 static inline void dots(real *out, const vec *x, const vec *s) {
-    vec sum[R];
-    for (int r = 0; r < R; r++) sum[r] = x[r * C] * s[0];
-    for (int c = 1; c < C; c++)
+    vec sum[R] = {0};
+    for (int c = 0; c < C; c++)
         for (int r = 0; r < R; r++) sum[r] += x[r * C + c] * s[c];
     for (int r = 0; r < R; r++) out[r] = total(sum[r]);
 }
@@ -83,9 +83,8 @@ static inline void dots(real *out, const vec *x, const vec *s) {
 /* h_r = sum_k alpha_kr s_k of token t, for the first `routes` routes */
 static inline void mix(vec *const *h, const real (*alpha)[R], const real *const *states, long K, long t, const int routes) {
     for (int c = 0; c < C; c++) {
-        vec sum[R];
-        for (int r = 0; r < routes; r++) sum[r] = alpha[0][r] * row(states[0], t)[c];
-        for (long k = 1; k < K; k++) {
+        vec sum[R] = {0};
+        for (long k = 0; k < K; k++) {
             const vec s = row(states[k], t)[c];
             for (int r = 0; r < routes; r++) sum[r] += alpha[k][r] * s;
         }
@@ -101,14 +100,14 @@ static inline void normalise(vec *h, const vec *gain, real eps) {
     for (int c = 0; c < C; c++) h[c] *= inverse * gain[c];
 }
 
-/* d_x, the gradient of the normalised mixture, and the mixture h -> its gradient, in h's place; adds to d_gain */
-static inline void norm_backward(vec *h, const vec *d_x, const vec *gain, vec *d_gain, real eps) {
+/* y = gain * h / rms(h): h -> its gradient, in place, from d_y; adds to d_gain */
+static inline void norm_backward(vec *h, const vec *d_y, const vec *gain, vec *d_gain, real eps) {
     vec square = {0}, product = {0};
-    for (int c = 0; c < C; c++) square += h[c] * h[c], product += gain[c] * d_x[c] * h[c];
+    for (int c = 0; c < C; c++) square += h[c] * h[c], product += gain[c] * d_y[c] * h[c];
     const real inverse = 1 / sqrt(total(square) / D + eps), along = total(product) * inverse * inverse * inverse / D;
     for (int c = 0; c < C; c++) {
-        d_gain[c] += d_x[c] * h[c] * inverse;
-        h[c] = gain[c] * d_x[c] * inverse - along * h[c];
+        d_gain[c] += d_y[c] * h[c] * inverse;
+        h[c] = gain[c] * d_y[c] * inverse - along * h[c];
     }
 }
 
@@ -123,20 +122,21 @@ static void forward_tokens(long first, long last, long K, real eps, const real *
                 prefetch(row(states[k], t + TILE));
                 dots(l[k], row(w, 0), row(states[k], t));
                 for (int r = 0; r < R; r++) l[k][r] *= inverses[k][t];
-                for (int r = 0; r < R; r++) lse[t][r] = k && lse[t][r] > l[k][r] ? lse[t][r] : l[k][r]; /* the largest, until it is known */
+                for (int r = 0; r < R; r++) lse[t][r] = k && lse[t][r] > l[k][r] ? lse[t][r] : l[k][r]; /* the largest; below, the whole */
             }
             for (long k = 0; k < K; k++)
                 for (int r = 0; r < R; r++) alpha[k][r] = l[k][r] - lse[t][r];
         }
         exponentials(alphas[0], (end - start) * K * R);
         for (long t = start; t < end; t++) {
-            real(*alpha)[R] = alphas + (t - start) * K, sum[R] = {0};
+            real(*alpha)[R] = alphas + (t - start) * K;
+            real sum[R] = {0};
             vec *h[R];
             for (long k = 0; k < K; k++)
                 for (int r = 0; r < R; r++) sum[r] += alpha[k][r];
-            for (int r = 0; r < R; r++) lse[t][r] += log(sum[r]), sum[r] = 1 / sum[r];
+            for (int r = 0; r < R; r++) lse[t][r] += log(sum[r]);
             for (long k = 0; k < K; k++)
-                for (int r = 0; r < R; r++) alpha[k][r] *= sum[r];
+                for (int r = 0; r < R; r++) alpha[k][r] /= sum[r];
             for (int r = 0; r < R; r++) h[r] = row(mixtures[r], t), prefetch(row(mixtures[r], t + TILE));
             mix(h, alpha, states, K, t, R);
             for (int r = 0; r < NORMED; r++) normalise(h[r], row(gain, 0), eps);
@@ -144,14 +144,14 @@ static void forward_tokens(long first, long last, long K, real eps, const real *
     }
 }
 
-/* passed[k]: the gradient of source k from the reads after this one, NULL where there is none. g (R, D), the gradients of a token's mixtures,
-   is a thread's own, to work in. */
+/* passed[k]: the gradient of states[k] from the reads after this one, NULL where there is none. d_h (R, D), a thread's own to work in: the
+   mixtures h that were normalised, computed again, then the gradients of all h. */
 static void backward_tokens(long first, long last, long K, real eps, const real *const *states, const real *const *inverses, const real *w,
                             const real *gain, const real (*logits)[R], const real (*lse)[R], const real (*d_lse)[R],
-                            const real *const *d_mixtures, const real *const *passed, real *g, real *d_w, real *d_gain, real *const *d_states) {
-    real alphas[TILE * K][R], to_w[K][R], to_s[K]; /* what a source's state adds to d_w, and w and the state itself to the state's gradient */
-    vec *g_row[R];
-    for (int r = 0; r < R; r++) g_row[r] = row(g, r);
+                            const real *const *d_mixtures, const real *const *passed, real *d_h, real *d_w, real *d_gain, real *const *d_states) {
+    real alphas[TILE * K][R], d_alpha[K][R], d_dot[K][R], through_rms[K]; /* d_dot: of w . s, so d_w += d_dot s, d_s += d_dot w + through_rms s */
+    vec *h[R];
+    for (int r = 0; r < R; r++) h[r] = row(d_h, r);
     for (long start = first; start < last; start += TILE) {
         const long end = start + TILE < last ? start + TILE : last;
         for (long t = start; t < end; t++)
@@ -160,43 +160,44 @@ static void backward_tokens(long first, long last, long K, real eps, const real 
         exponentials(alphas[0], (end - start) * K * R);
         for (long t = start; t < end; t++) {
             const real(*alpha)[R] = alphas + (t - start) * K;
-            real mean[R];
-            mix(g_row, alpha, states, K, t, NORMED);
+            real mean[R] = {0}; /* of d_alpha by alpha */
+            mix(h, alpha, states, K, t, NORMED);
             for (int r = 0; r < R; r++) {
-                const vec *d_h = row(d_mixtures[r], t);
+                const vec *d_mixture = row(d_mixtures[r], t);
                 prefetch(row(d_mixtures[r], t + TILE));
                 if (r < NORMED)
-                    norm_backward(g_row[r], d_h, row(gain, 0), row(d_gain, 0), eps);
+                    norm_backward(h[r], d_mixture, row(gain, 0), row(d_gain, 0), eps);
                 else
-                    for (int c = 0; c < C; c++) g_row[r][c] = d_h[c];
-                mean[r] = -d_lse[t][r];
+                    for (int c = 0; c < C; c++) h[r][c] = d_mixture[c];
             }
             for (long k = 0; k < K; k++) {
                 prefetch(row(states[k], t + TILE));
                 prefetch(row(d_states[k], t + TILE));
                 if (passed[k]) prefetch(row(passed[k], t + TILE));
-                dots(to_w[k], row(g, 0), row(states[k], t)); /* the gradient of alpha, until all are known */
-                for (int r = 0; r < R; r++) mean[r] += alpha[k][r] * to_w[k][r];
+                dots(d_alpha[k], row(d_h, 0), row(states[k], t));
+                for (int r = 0; r < R; r++) mean[r] += alpha[k][r] * d_alpha[k][r];
             }
+            for (long k = 0; k < K; k++) /* apart from the next loop: sums in any order, -fassociative-math, must not lose a d_lse that is small */
+                for (int r = 0; r < R; r++) d_alpha[k][r] -= mean[r];
             for (long k = 0; k < K; k++) {
                 const real inverse = inverses[k][t];
-                to_s[k] = 0;
+                through_rms[k] = 0;
                 for (int r = 0; r < R; r++) {
-                    const real d_logit = alpha[k][r] * (to_w[k][r] - mean[r]);
-                    to_s[k] -= d_logit * logits[t * K + k][r] * inverse * inverse / D;
-                    to_w[k][r] = d_logit * inverse;
+                    const real d_logit = alpha[k][r] * (d_alpha[k][r] + d_lse[t][r]);
+                    through_rms[k] -= d_logit * logits[t * K + k][r] * inverse * inverse / D;
+                    d_dot[k][r] = d_logit * inverse;
                 }
             }
             for (int c = 0; c < C; c++) {
-                vec g_c[R], w_c[R], d_w_c[R];
-                for (int r = 0; r < R; r++) g_c[r] = row(g, r)[c], w_c[r] = row(w, r)[c], d_w_c[r] = row(d_w, r)[c];
+                vec d_h_c[R], w_c[R], d_w_c[R];
+                for (int r = 0; r < R; r++) d_h_c[r] = row(d_h, r)[c], w_c[r] = row(w, r)[c], d_w_c[r] = row(d_w, r)[c];
                 for (long k = 0; k < K; k++) {
                     const vec s = row(states[k], t)[c];
-                    vec d_s = to_s[k] * s;
+                    vec d_s = through_rms[k] * s;
                     if (passed[k]) d_s += row(passed[k], t)[c];
                     for (int r = 0; r < R; r++) {
-                        d_s += alpha[k][r] * g_c[r] + to_w[k][r] * w_c[r];
-                        d_w_c[r] += to_w[k][r] * s;
+                        d_s += alpha[k][r] * d_h_c[r] + d_dot[k][r] * w_c[r];
+                        d_w_c[r] += d_dot[k][r] * s;
                     }
                     row(d_states[k], t)[c] = d_s;
                 }
@@ -206,8 +207,8 @@ static void backward_tokens(long first, long last, long K, real eps, const real 
     }
 }
 
-/* Each of `threads` threads takes a run of tokens; in the backward it has sums of its own, zero at the start, d_w's R rows and d_gain, and a
-   place to work in: sums (threads, R + 1, D), work (threads, R, D). */
+/* The tokens are cut into `threads` runs, one a thread. In the backward each run has its own sums (threads, R + 1, D), zero at the start, d_w
+   and in the last row d_gain, for the caller to add up; and a place to work in, work (threads, R, D). */
 
 void forward(long threads, long tokens, long K, double eps, const real *const *states, const real *const *inverses, const real *w,
              const real *gain, real (*logits)[R], real (*lse)[R], real *const *mixtures) {

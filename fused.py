@@ -1,6 +1,6 @@
 """Phase 1 of the depth reads as one C kernel, for CPUs: what model.py's mix_finished computes, in one pass over memory each way.
 
-fused.c holds the kernel. CC or cc compiles it at its first use in a process, in half a second for each number of routes: two to a model.
+fused.c holds the kernel. CC or cc compiles it when a run starts, in half a second for each number of routes of one phase 1: two or three a model.
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from common import UserError
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 SOURCE = Path(__file__).with_name("fused.c")
-# Sums in any order, but not -ffast-math: NaN stays NaN, and linking it would flush small numbers to zero in the whole process.
+# Sums in any order, but not -ffast-math: NaN stays NaN, and linking with it would flush small numbers to zero in the whole process.
 FLAGS = "-O3 -fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC".split()
-FASTER = "-march=native -funroll-loops -fopenmp".split()  # for a compiler that knows them, or all but the last: clang may come without OpenMP
+FASTER = "-march=native -funroll-loops -fopenmp".split()  # where the compiler knows them; clang may come without OpenMP, the last
 
 
 @functools.cache
-def library(dtype, D=64, R=1, normed=1):
+def library(dtype, D, R, normed):
     """fused.c for float32 or float64, width D, R routes, `normed` normalised mixtures and this machine. Raises UserError where that cannot be."""
     try:
         compiler = shlex.split(os.environ.get("CC", "cc"))
@@ -38,14 +38,23 @@ def library(dtype, D=64, R=1, normed=1):
                 command = [*compiler, *sizes, *FLAGS, *more, "-o", f"{folder}/fused.so", str(SOURCE), "-lm"]
                 done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=120)
                 if not done.returncode:
-                    return ctypes.CDLL(f"{folder}/fused.so")
+                    loaded = ctypes.CDLL(f"{folder}/fused.so")
+                    return loaded if loaded.forward and loaded.backward else None  # a C++ compiler would have given them other names
         raise UserError(f"fused.c does not compile: {common.one_line(done.stderr)}")
-    except (OSError, ValueError, subprocess.SubprocessError) as error:  # CC is no compiler, or no folder for what it makes
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:  # CC is no C compiler, or no folder for what it makes
         raise UserError(f"fused.c cannot be compiled and loaded: {common.one_line(error)}") from error
 
 
+def prepare(config, dtype):
+    """Compile the kernel for every phase 1 of a model of this config. Raises UserError where that cannot be."""
+    variant, S = model.VARIANTS[config.variant], 2 * config.n_layer // config.n_blocks
+    routes = [len(variant.groups), 1] * config.n_layer
+    for block in [*(routes[i : i + S] for i in range(0, len(routes), S)), [1]]:  # and the final read
+        library(dtype, config.d_model, sum(block), 0 if variant.averaged else block[0])
+
+
 def call(name, ctx, states, inverses, directions, *arguments):
-    """Function `name` of the library. A tensor is given as a pointer, a list of tensors (or None) as an array of pointers."""
+    """Function `name` of the library, its arguments in fused.c's order: a tensor as a pointer, a list of tensors (or None) as an array of them."""
 
     def pointer(x):
         if torch.is_tensor(x):
@@ -59,12 +68,11 @@ def call(name, ctx, states, inverses, directions, *arguments):
 
 
 class MixFinished(torch.autograd.Function):
-    """directions g * w (R, D), gain (D,) and eps of the RMSNorm that the first `normed` mixtures get, K, the K states (B, T, D) and
-    their K inverse rms -> lse (B, T, R), logits (K, B, T, R), which is a view of the kernel's (B, T, K, R), R mixtures, and the K states again.
+    """directions g * w (R, D), gain (D,) and eps of the RMSNorm that the first `normed` mixtures get, K, K states (B, T, D) and their K inverse
+    rms (B, T, 1) -> lse (B, T, R), logits (K, B, T, R), a view of the kernel's (B, T, K, R), R mixtures (B, T, D), and the K states again.
 
-    Who reads these states next hands their gradients back here, and this read's share is added in the same pass: to a new tensor,
-    as somebody may hold the old one. Mixtures that are given normalised are not kept for the backward: with the sources at hand
-    they are quicker computed again.
+    Later reads take the states that are returned here: so their gradients arrive here, and this read's share is added in the same pass, to
+    new tensors, as others may hold the old ones. Mixtures are not kept for the backward: those that it needs are sooner computed again.
     """
 
     @staticmethod
@@ -98,7 +106,7 @@ class MixFinished(torch.autograd.Function):
 
 
 def mix_finished(directions, states, inverses, first_read, norm):
-    """model.mix_finished by the kernel, where it fits: all in float32, or all in float64, on a CPU."""
+    """model.mix_finished by the kernel where all is float32, or all float64, on a CPU; elsewhere model.py's."""
     if any(x.device.type != "cpu" or x.dtype != directions.dtype for x in (*states, *inverses, norm.weight)):
         return model.mix_finished(directions, states, inverses, first_read, norm)
     K, R, groups = len(states), len(directions), len(first_read.queries)

@@ -91,7 +91,7 @@ def pick_fused(config, device):
             if config.fused == "auto":
                 return False
             raise UserError(f"fused.c is for float32 and float64 on a CPU, not for {config.dtype} on {device.type}")
-        fused.library(dtype)
+        fused.prepare(config, dtype)
     except UserError as error:
         if config.fused == "true":
             raise UserError(f"config key fused: {error}; use --fused=false") from error
@@ -103,7 +103,7 @@ def pick_fused(config, device):
 def keep_freed_memory():
     """Have glibc's malloc keep what a step frees for the next one, which would else pay for every page anew; elsewhere, do nothing.
 
-    PyTorch has a cache of its own on a GPU, and on a CPU none. Tensors of 32 MiB and more, malloc's limit, still go back.
+    PyTorch has a cache of its own on a GPU, and on a CPU none. Tensors of 32 MiB and more, where no freed place holds them, still go back.
     """
     trim_threshold, mmap_threshold = -1, -3  # mallopt's names for them, from malloc.h
     try:
@@ -299,7 +299,8 @@ def main(config, name):
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(config.deterministic)
     device = pick_device(config)
-    keep_freed_memory()
+    if device.type == "cpu":
+        keep_freed_memory()
     manifest, data_id = common.check_data(config.data_dir, config.verify)
     config = resolve(config, device, manifest)
     compiled = pick_compile(config, device)
