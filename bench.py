@@ -6,7 +6,8 @@
 
 A step is one update as train.py does it: forward, backward, clip, optimiser, over batch_tokens random tokens. Each round times
 one step of every variant, in a new order, so that whatever slows the machine falls on all alike; a ratio compares medians, and
-its interval comes from resampling whole rounds. Keys of train.py apply (--help); bench.py's own:
+its interval comes from resampling whole rounds. Beside it stands the median of the rounds' own ratios, from which slow moments
+that last longer than a round cancel: the steadier figure on a machine that others share. Keys of train.py apply (--help); bench.py's own:
 """
 
 import argparse
@@ -185,16 +186,23 @@ def time_rounds(entrants, rounds, clock):
             e.seconds.append(e.step(clock))
 
 
-def ratio_interval(top, bottom, draws=4000, level=0.95):
-    """Speed of `top` over that of `bottom`: median(bottom's seconds) / median(top's), and its percentile bootstrap interval.
+def of_medians(top, bottom):
+    return np.median(bottom, -1) / np.median(top, -1)
+
+
+def of_rounds(top, bottom):
+    return np.median(bottom / top, -1)
+
+
+def ratio_interval(top, bottom, ratio=of_medians, draws=4000, level=0.95):
+    """Speed of `top` over that of `bottom`, by their seconds: ratio(top, bottom), and its percentile bootstrap interval.
 
     Rounds are resampled whole: the i-th steps of the two stay together, so what slowed both cancels.
     """
     top, bottom = np.asarray(top), np.asarray(bottom)
     rows = np.random.default_rng(0).integers(len(top), size=(draws, len(top)))
-    ratios = np.median(bottom[rows], 1) / np.median(top[rows], 1)
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
-    return float(np.median(bottom) / np.median(top)), float(low), float(high)
+    low, high = np.quantile(ratio(top[rows], bottom[rows]), [(1 - level) / 2, (1 + level) / 2])
+    return float(ratio(top, bottom)), float(low), float(high)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -376,10 +384,11 @@ def compare(entrants, rows, rate):
     result = []
     for top, bottom in pairs:
         if top in by_name and bottom in by_name:
-            ratio, low, high = ratio_interval(by_name[top].seconds, by_name[bottom].seconds)
+            seconds = by_name[top].seconds, by_name[bottom].seconds
+            ratio, low, high = ratio_interval(*seconds)
             base = statistics.median(by_name[bottom].seconds)
             best = base / (base + (byte[top] - byte[bottom]) / rate) if bottom != "plain" else None
-            result.append(dict(pair=f"{top}/{bottom}", ratio=ratio, low=low, high=high, best=best))
+            result.append(dict(pair=f"{top}/{bottom}", ratio=ratio, low=low, high=high, of_rounds=ratio_interval(*seconds, of_rounds), best=best))
     return result
 
 
@@ -541,10 +550,11 @@ def table(report):
         shown = [f"{'-' if x is None else f'{x:.1f}':>{width}}" for x, width in zip(cells, (11, 10, 11, 7))]
         quartiles = "{:.1f} - {:.1f}".format(*row["step_ms_quartiles"])
         lines.append(f"{row['variant']:<9}{row['step_ms']:>9.1f} {quartiles:>17}{row['tokens_per_s']:>11,.0f}{''.join(shown)}")
-    lines += ["", f"{'ratio of speeds':<18}{'measured':>9}  {'95 % interval':<17} best that the reads' bytes allow at {report['copy_bytes_per_s'] / 1e9:.1f} GB/s"]
+    lines += ["", f"{'ratio of speeds':<18}{'of medians, 95 %':<24}{'of rounds, 95 %':<24}limit by bytes at {report['copy_bytes_per_s'] / 1e9:.1f} GB/s"]
     for row in report["ratios"]:
         best = f"{row['best']:.3f}" if row["best"] else "-"
-        lines.append(f"{row['pair']:<18}{row['ratio']:>9.3f}  {row['low']:.3f} - {row['high']:.3f}     {best}")
+        shown = ["{:.3f} [{:.3f}, {:.3f}]".format(*triple) for triple in ((row["ratio"], row["low"], row["high"]), row["of_rounds"])]
+        lines.append(f"{row['pair']:<18}{shown[0]:<24}{shown[1]:<24}{best}")
     for row in report["reads"]:
         lines.append(f"one read of {row['variant']}, K {row['K']}: {row['ours_ms']:.2f} ms, stacked {row['stacked_ms']:.2f} ms, copying its bytes {row['copy_ms']:.2f} ms")
     if report["loader"]:

@@ -44,7 +44,7 @@ def test_end_to_end(tmp_path, capsys, monkeypatch):
         assert row["peak_rss_bytes"] == 300 * 2**20
     assert [r["pair"] for r in report["ratios"]] == ["rd/block", "block/prenorm", "rd/prenorm", "prenorm/plain"]
     for r in report["ratios"]:
-        assert 0 < r["low"] <= r["ratio"] <= r["high"]
+        assert 0 < r["low"] <= r["ratio"] <= r["high"] and r["of_rounds"][1] <= r["of_rounds"][0] <= r["of_rounds"][2]
     assert report["config"]["vocab_size"] == 50 and report["loader"] is None
     assert [path.name for path in path.parent.iterdir()] == ["b.json"]
     shown = capsys.readouterr().out
@@ -221,16 +221,26 @@ def test_the_plain_trunk_is_about_equal():
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in plain.parameters())
 
 
-def test_the_interval_covers():
-    """Of the ratio of medians of two step times that share the machine's slow moments, whose truth is 1.25: most of the time."""
+@pytest.mark.parametrize("of", [bench.of_medians, bench.of_rounds])
+def test_the_interval_covers(of):
+    """Two step times that share the machine's slow moments and whose true ratio is 1.25: most of the time."""
     rng, hits, trials = np.random.default_rng(1), 0, 60
     for _ in range(trials):
         slow = 1 + rng.exponential(0.3, 40)
-        ratio, low, high = bench.ratio_interval(slow * rng.normal(1, 0.02, 40), 1.25 * slow * rng.normal(1, 0.02, 40), draws=500)
+        seconds = slow * rng.normal(1, 0.02, 40), 1.25 * slow * rng.normal(1, 0.02, 40)
+        ratio, low, high = bench.ratio_interval(*seconds, of, draws=500)
         assert low <= ratio <= high
         hits += low <= 1.25 <= high
     assert hits >= 0.88 * trials
-    assert bench.ratio_interval([2.0] * 5, [3.0] * 5) == (1.5, 1.5, 1.5)
+    assert bench.ratio_interval([2.0] * 5, [3.0] * 5, of) == (1.5, 1.5, 1.5)
+
+
+def test_slow_moments_cancel_within_rounds():
+    rng = np.random.default_rng(2)
+    slow = 1 + rng.exponential(0.3, 40)
+    seconds = slow * rng.normal(1, 0.02, 40), 1.25 * slow * rng.normal(1, 0.02, 40)
+    widths = [high - low for _, low, high in (bench.ratio_interval(*seconds, of) for of in (bench.of_rounds, bench.of_medians))]
+    assert widths[0] < 0.5 * widths[1]
 
 
 def test_flops():
