@@ -479,7 +479,7 @@ def scaling(options, config, argv):
             time_rounds(entrants, options.rounds, clock)
             seconds = {e.name: e.seconds for e in entrants}
             for top, bottom in (("rd", "block"), ("block", "prenorm")):
-                ratio, low, high = ratio_interval(seconds[top], seconds[bottom])
+                ratio, low, high = ratio_interval(seconds[top], seconds[bottom], of_rounds)
                 rows.append(dict(key=key, value=getattr(point, key), pair=f"{top}/{bottom}", ratio=ratio, low=low, high=high))
             print(f"{key} = {getattr(point, key):<5} rd/block {rows[-2]['ratio']:.3f}  block/prenorm {rows[-1]['ratio']:.3f}", flush=True)
     draw_scaling(rows, Path(options.scaling) / "scaling.png")
@@ -506,7 +506,7 @@ def draw_scaling(rows, path):
         axis.set_xticks(values, values)
         axis.set_xlabel(dict(n_layer="layers L", n_blocks="blocks N", d_model="width D").get(key, key))
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("ratio of tokens/s, 95 % interval")
+    axes[0].set_ylabel("ratio of tokens/s, of rounds, 95 %")
     axes[0].legend()
     with common.atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=120)
