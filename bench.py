@@ -7,14 +7,26 @@
 A step is one update as train.py does it: forward, backward, clip, optimiser, over batch_tokens random tokens. Each round times
 one step of every variant, in a new order, so that whatever slows the machine falls on all alike; a ratio compares medians, and
 its interval comes from resampling whole rounds. Beside it stands the median of the rounds' own ratios, from which slow moments
-that last longer than a round cancel: the steadier figure on a machine that others share. Keys of train.py apply (--help); bench.py's own:
+that last longer than a round cancel: the steadier figure on a machine that others share. Intervals need some 20 rounds.
+
+    step ms, quartiles   of one update               tokens/s   batch_tokens over the median step
+    saved MiB            what autograd keeps for the backward of one pass, each storage once, without the parameters
+    peak MiB             on a GPU CUDA's own over a step, less what the other variants hold; on a CPU, eager, of a process of its own
+    compile s            the first step less a later one, with no cache of earlier processes
+    MFU                  share of a known GPU's dense bf16 peak, by 6 FLOPs a matrix parameter and 12 L D T a token
+    limit by bytes       the ratio if the reads cost only the time to copy the bytes that they must move, at the rate measured here
+    one read             all N + 1 sources, forward and backward: ours, stacked and two einsums a route, copying the bytes it must move
+
+Keys of train.py apply (--help); bench.py's own:
 """
 
 import argparse
 import json
 import math
 import os
+import platform
 import random
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,7 +55,7 @@ def parse(argv):
     add("--variants", default="plain,prenorm,block,rd", help="names in model.py's VARIANTS; plain: nanoGPT's trunk")
     add("--json", metavar="FILE", default="", help="where everything measured goes")
     add("--rounds", type=int, default=20, help="timed steps of each variant, 2 or more")
-    add("--warmup", type=int, default=3, help="steps of each after the first, which compiles, and before those; 1 or more")
+    add("--warmup", type=int, default=3, help="untimed steps of each between the first, which compiles, and the timed ones; 1 or more")
     add("--clock", choices=CLOCKS, default="wall", help="cpu: processor time, where other programs share the cores")
     add("--scaling", metavar="FOLDER", default="", help="also cost against L, N and D, to scaling.png, and 1 -> 2 ranks on the CPU")
     add("--child", choices=("rss", "ranks"), help="for bench.py itself: what this process measures for another")
@@ -408,10 +420,29 @@ def time_loader(config, device, step_seconds):
     return dict(ms=1e3 * seconds, share=seconds / step_seconds, data_dir=config.data_dir)
 
 
+def versions():
+    return dict(commit=commit(), python=sys.version.split()[0], torch=torch.__version__, cuda=torch.version.cuda)
+
+
+def cpu_model():
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()  # Linux
+        return next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def commit():
+    """Of the code that is measured, `+` where files of it differ from that; None outside git."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    done = subprocess.run(git, capture_output=True, text=True) if shutil.which("git") else None
+    return done.stdout.strip() if done and done.returncode == 0 else None
+
+
 def machine(device, compiled):
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-    return dict(name=name, compiled=compiled, threads=torch.get_num_threads(), cores=os.cpu_count(), load_average=load)
+    return dict(name=name, cpu=cpu_model(), compiled=compiled, threads=torch.get_num_threads(), cores=os.cpu_count(), load_average=load)
 
 
 def measure(options, config, name, argv):
@@ -432,16 +463,17 @@ def measure(options, config, name, argv):
     rate, read_rows = time_reads(config, device, compiled)
     rows = [describe(e, cold[e.name], rate, options, argv) for e in entrants]
     return dict(
-        name=name, device=before, versions=dict(python=sys.version.split()[0], torch=torch.__version__, cuda=torch.version.cuda),
+        name=name, device=before, versions=versions(),
         config=asdict(config), options=vars(options), rows=rows, ratios=compare(entrants, rows, rate), copy_bytes_per_s=rate,
         reads=read_rows, loader=time_loader(config, device, rows[0]["step_ms"] / 1e3),
     )  # fmt: skip
 
 
 def settle(config, device):
-    """The config as train.py would run it. Without data the vocabulary is the config's, or GPT-2's."""
+    """The config as train.py would run it. Without data the vocabulary is the config's, or GPT-2's. What keeps the kernel away is said once."""
     manifest = common.load_manifest(config.data_dir)
-    return train.resolve(config, device, manifest or dict(tokenizer=config.tokenizer or "gpt2", vocab_size=config.vocab_size or 50257))
+    config = train.resolve(config, device, manifest or dict(tokenizer=config.tokenizer or "gpt2", vocab_size=config.vocab_size or 50257))
+    return config if train.pick_fused(replace(config, variant="rd"), device) else replace(config, fused="false")
 
 
 def chosen(options):

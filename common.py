@@ -414,7 +414,8 @@ class TrainConfig:
         for name in ("stop_tokens", "milestones"):
             value = max(self.milestones, default=0) if name == "milestones" else getattr(self, name)
             if value > self.max_tokens:
-                raise UserError(f"config key {name}: {value} is beyond the schedule's end, max_tokens = {self.max_tokens}; lower one or raise the other")  # fmt: skip
+                why = f"config key {name}: {value} is beyond the schedule's end, max_tokens = {self.max_tokens}; lower one or raise the other"
+                raise UserError(f"{why}, or --milestones= for 1/8, 1/4, 1/2 and all of it" if name == "milestones" else why)
         if self.seed >= 2**32:
             raise UserError(f"config key seed: {self.seed} must be below 2**32, numpy's limit")
         if self.tokenizer and self.tokenizer not in TOKENIZERS:
