@@ -369,8 +369,9 @@ def test_a_step_pays_for_no_page_that_the_step_before_had():
         if sys.argv[1] == "keep":
             train.keep_freed_memory()
         print(min(step() for _ in range(4)))"""
-    faults = {how: int(subprocess.check_output([sys.executable, "-c", script, how], cwd=ROOT, env=ENV)) for how in ("keep", "give")}
-    assert faults["keep"] < 100 and faults["give"] > 5_000, faults  # of 16,384 pages of 4 KiB
+    env = ENV | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # glibc's own value at the start; what it makes of it later is up to the order of things
+    faults = {how: int(subprocess.check_output([sys.executable, "-c", script, how], cwd=ROOT, env=env)) for how in ("keep", "give")}
+    assert 10 * faults["keep"] + 10 < faults["give"], faults  # 64 MiB, in pages of 4 KiB or of 2 MiB
 
 
 def test_the_run_folder_is_named_after_config_variant_and_seed(data, tmp_path, monkeypatch):
