@@ -595,8 +595,7 @@ def table(report):
 
 
 def main(options, config, name, argv):
-    if train.pick_device(config).type == "cpu":
-        train.keep_freed_memory()  # as train.py does
+    train.keep_freed_memory(train.pick_device(config))  # as train.py does
     if options.child:
         if options.child == "rss":
             (variant,) = chosen(options)

@@ -100,15 +100,17 @@ def pick_fused(config, device):
     return True
 
 
-def keep_freed_memory():
-    """Have glibc's malloc keep what a step frees for the next one, which would else pay for every page anew; elsewhere, do nothing.
+def keep_freed_memory(device):
+    """On a CPU, have glibc's malloc keep what a step frees for the next one, which would else pay for every page anew.
 
     PyTorch has a cache of its own on a GPU, and on a CPU none. Tensors of 32 MiB and more, where no freed place holds them, still go back.
     """
+    if device.type != "cpu":
+        return
     trim_threshold, mmap_threshold = -1, -3  # mallopt's names for them, from malloc.h
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # another C library
         return
     mallopt(trim_threshold, -1)  # never
     mallopt(mmap_threshold, 32 * 2**20)
@@ -299,8 +301,7 @@ def main(config, name):
         torch.backends.cudnn.benchmark = False
     torch.use_deterministic_algorithms(config.deterministic)
     device = pick_device(config)
-    if device.type == "cpu":
-        keep_freed_memory()
+    keep_freed_memory(device)
     manifest, data_id = common.check_data(config.data_dir, config.verify)
     config = resolve(config, device, manifest)
     compiled = pick_compile(config, device)

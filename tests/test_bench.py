@@ -46,9 +46,30 @@ def test_end_to_end(tmp_path, capsys, monkeypatch):
     for r in report["ratios"]:
         assert 0 < r["low"] <= r["ratio"] <= r["high"] and r["of_rounds"][1] <= r["of_rounds"][0] <= r["of_rounds"][2]
     assert report["config"]["vocab_size"] == 50 and report["loader"] is None
+    assert report["device"]["cpu"] and report["versions"]["commit"] == bench.commit()
     assert [path.name for path in path.parent.iterdir()] == ["b.json"]
     shown = capsys.readouterr().out
     assert "rd/block" in shown and max(map(len, shown.splitlines())) <= 100
+
+
+def test_why_there_is_no_kernel_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(bench, "child", lambda *_: {"rss": None})
+    monkeypatch.setenv("CC", "no-such-compiler")
+    bench.fused.library.cache_clear()
+    assert run("--data_dir=nowhere", "--rounds=2", "--warmup=1", "--variants=prenorm,block,rd") == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("fused.c needs a C compiler") == 1 and "reads by fused.c" not in shown.out
+
+
+def test_a_commit_and_whether_files_differ_from_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench.py"))
+    assert bench.commit() is None
+    (tmp_path / "bench.py").touch()
+    for words in (["init", "-q"], ["add", "bench.py"], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m"]):
+        subprocess.run(["git", "-C", tmp_path, *words], check=True)
+    clean = bench.commit()
+    (tmp_path / "bench.py").write_text("changed")
+    assert len(clean) == 40 and bench.commit() == f"{clean}+"
 
 
 def test_the_loader_is_timed_where_there_is_data(tmp_path):

@@ -271,7 +271,7 @@ def test_who_gets_the_kernel(monkeypatch, capsys):
 
 @pytest.mark.parametrize("L, N", LAYERS_AND_BLOCKS)
 @pytest.mark.parametrize("variant", ROUTED)
-def test_a_run_compiles_nothing_after_its_start(variant, L, N, monkeypatch):
+def test_a_run_compiles_nothing_after_its_start(variant, L, N):
     config = tiny(variant, n_layer=L, n_blocks=N)
     fused.prepare(config, torch.float64)
     compiled = fused.library.cache_info().misses

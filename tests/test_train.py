@@ -367,7 +367,7 @@ def test_a_step_pays_for_no_page_that_the_step_before_had():
             tensors = [torch.ones(2**20) for _ in range(16)]
             return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
         if sys.argv[1] == "keep":
-            train.keep_freed_memory()
+            train.keep_freed_memory(torch.device("cpu"))
         print(min(step() for _ in range(4)))"""
     env = ENV | {"MALLOC_MMAP_THRESHOLD_": "131072"}  # glibc's own value at the start; what it makes of it later is up to the order of things
     faults = {how: int(subprocess.check_output([sys.executable, "-c", script, how], cwd=ROOT, env=env)) for how in ("keep", "give")}
