@@ -36,8 +36,10 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
-import common
-from common import UserError
+from lib.config import parse_config
+from lib.errors import UserError, or_exit
+from lib.files import atomic_write, make_folder
+from lib.shards import Windows, batch_windows, load_manifest
 
 
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -64,11 +66,11 @@ def parse(argv):
         parser.error("bench.py compares several: --variants=prenorm,block,rd")
     if options.rounds < 2 or options.warmup < 1:
         parser.error(f"--rounds={options.rounds} must be 2 or more, --warmup={options.warmup} 1 or more")
-    return options, *common.parse_config(rest, f"{__doc__}\n{parser.format_help()}")
+    return options, *parse_config(rest, f"{__doc__}\n{parser.format_help()}")
 
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
-    PARSED = common.or_exit(parse, sys.argv[1:])
+    PARSED = or_exit(parse, sys.argv[1:])
 
 import numpy as np
 import torch
@@ -408,11 +410,11 @@ def time_loader(config, device, step_seconds):
     """Seconds a step that reading its windows takes, and their share of a step; None where there is no data."""
     if not Path(config.data_dir).is_dir():
         return None
-    windows = common.Windows(config.data_dir, "train", config.context, config.vocab_size)
+    windows = Windows(config.data_dir, "train", config.context, config.vocab_size)
     batch, steps = config.batch_tokens // config.context, iter(range(10**6))
 
     def load():
-        ids = common.batch_windows(config.seed, next(steps), batch, len(windows))
+        ids = batch_windows(config.seed, next(steps), batch, len(windows))
         for at in range(0, batch, config.micro_batch):
             train.fetch(windows, ids[at : at + config.micro_batch], device, "bench")
 
@@ -471,7 +473,7 @@ def measure(options, config, name, argv):
 
 def settle(config, device):
     """The config as train.py would run it. Without data the vocabulary is the config's, or GPT-2's. What keeps the kernel away is said once."""
-    manifest = common.load_manifest(config.data_dir)
+    manifest = load_manifest(config.data_dir)
     config = train.resolve(config, device, manifest or dict(tokenizer=config.tokenizer or "gpt2", vocab_size=config.vocab_size or 50257))
     return config if train.pick_fused(replace(config, variant="rd"), device) else replace(config, fused="false")
 
@@ -502,7 +504,7 @@ def scaling(options, config, argv):
     """Ratios over the grid, and the cost of a second rank; draws FOLDER/scaling.png."""
     device = train.pick_device(config)
     config, compiled, clock = settle(config, device), train.pick_compile(config, device), CLOCKS[options.clock]
-    common.make_folder(options.scaling, "scaling")
+    make_folder(options.scaling, "scaling")
     rows = []
     for key, configs in grid(config).items():
         for point in configs:
@@ -540,7 +542,7 @@ def draw_scaling(rows, path):
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("ratio of tokens/s, of rounds, 95 %")
     axes[0].legend()
-    with common.atomic_write(path) as file:
+    with atomic_write(path) as file:
         figure.savefig(file, format="png", dpi=120)
     plt.close(figure)
 
@@ -609,17 +611,17 @@ def main(options, config, name, argv):
                 print(json.dumps(row))
         return 0
     if options.json:
-        common.make_folder(Path(options.json).parent, "json")
+        make_folder(Path(options.json).parent, "json")
     report = measure(options, config, name, argv)
     print(table(report), flush=True)
     for extra in [None, scaling] if options.scaling else [None]:  # written before the long part, and again with it
         if extra:
             report["scaling"] = extra(options, config, argv)
         if options.json:
-            with common.atomic_write(options.json, "w") as file:
+            with atomic_write(options.json, "w") as file:
                 json.dump(report, file, indent=1)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(common.or_exit(main, *PARSED, sys.argv[1:]))
+    sys.exit(or_exit(main, *PARSED, sys.argv[1:]))

@@ -17,8 +17,12 @@ from pathlib import Path
 
 import numpy as np
 
-import common
-from common import UserError
+from lib.config import TrainConfig, check_config, identity
+from lib.errors import UserError, run_main
+from lib.files import atomic_write, make_folder, read_json
+from lib.devices import pick_device
+from lib.run_folder import load_run
+from lib.shards import Windows, check_data
 
 PARENT = "block"
 SMALL_TOKENS = 50_000_000  # below this the spread between seeds drowns differences of a few hundredths of a nat
@@ -158,7 +162,7 @@ def run_routes(run, windows, device):
     measure. Whatever the run's dtype, the routes are computed in float32."""
     import torch
 
-    gpt, state = common.load_run(run.path, device)
+    gpt, state = load_run(run.path, device)
     if not gpt.variant.routed:
         return None
     if not all(torch.isfinite(parameter).all() for parameter in gpt.parameters()):
@@ -202,9 +206,9 @@ def validation_windows(runs, data_dir, tokens, notes):
     runs were trained on are not at hand. `data_dir`, if any, goes before the configs'."""
     config = runs[0].config
     try:
-        if common.check_data(data_dir or config["data_dir"])[1] != config["data_id"]:
+        if check_data(data_dir or config["data_dir"])[1] != config["data_id"]:
             raise UserError(f"{data_dir or config['data_dir']} holds other data than the runs were trained on")
-        windows = common.Windows(data_dir or config["data_dir"], "val", config["context"], config["vocab_size"])
+        windows = Windows(data_dir or config["data_dir"], "val", config["context"], config["vocab_size"])
         return windows.read(windows.spread(tokens))[:, :-1]
     except UserError as error:
         notes.append(f"The routes are not measured: {error}; or name the runs' data with --data_dir.")
@@ -234,13 +238,13 @@ class Run:
 
 def read_run(path, notes):
     """The Run in the folder `path`. What is odd about it goes to `notes`, a sentence each."""
-    config = common.read_json(path / "config.json")
-    keys = common.identity(dataclasses.asdict(common.TrainConfig())).keys() | {"stop_tokens", "milestones", "data_dir", "data_id"}
+    config = read_json(path / "config.json")
+    keys = identity(dataclasses.asdict(TrainConfig())).keys() | {"stop_tokens", "milestones", "data_dir", "data_id"}
     if missing := keys - config.keys():
         several = f" and {len(missing) - 3} other keys" if len(missing) > 3 else ""
         raise UserError(f"{path / 'config.json'}: has no {', '.join(sorted(missing)[:3])}{several}; train.py did not write it: leave this folder out")
     try:
-        common.check_config({name: value for name, value in config.items() if name in keys - {"data_id"}})
+        check_config({name: value for name, value in config.items() if name in keys - {"data_id"}})
     except UserError as error:
         raise UserError(f"{path / 'config.json'}: {error}; train.py did not write it so: leave this folder out") from error
     run, tests, broken, why, metrics = Run(str(path), config["variant"], config["seed"], config), {}, 0, "", path / "metrics.jsonl"
@@ -288,7 +292,7 @@ def find_runs(folders, notes):
     runs = [read_run(path, notes) for path in runs.values()]
     if not runs:
         raise UserError(f"{', '.join(map(str, folders))}: no run here (a folder with a config.json); train.py writes them")
-    keys = common.identity(dataclasses.asdict(common.TrainConfig())).keys() | {"data_id"}
+    keys = identity(dataclasses.asdict(TrainConfig())).keys() | {"data_id"}
     seen = {}
     for run in runs:
         for key in sorted(keys - {"variant", "seed"}):
@@ -362,7 +366,7 @@ def save_figure(path, size, draw, *arguments):
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE), common.atomic_write(path) as file:
+    with matplotlib.rc_context(STYLE), atomic_write(path) as file:
         figure = Figure(size, layout="constrained")
         draw(figure, *arguments)
         figure.savefig(file, format="png", dpi=200)
@@ -605,7 +609,7 @@ def main(argv=None):
     first = Path(args.folders[0])
     several = len(args.folders) > 1 and (first / "config.json").exists()
     out = Path(args.out or (first.parent if several else first))  # one run alone is no report on all those around it
-    common.make_folder(out, "out")
+    make_folder(out, "out")
 
     variants = list(dict.fromkeys(run.variant for run in runs))
     if PARENT in variants and len(variants) > 1:
@@ -614,7 +618,7 @@ def main(argv=None):
         notes.append(f"Nothing is paired: the runs are all of {', '.join(variants)}; a pair is of {PARENT} and another variant.")
     windows = validation_windows(runs, args.data_dir, args.route_tokens, notes) if args.route_tokens else None
     if windows is not None:
-        device = common.pick_device(args.device)
+        device = pick_device(args.device)
         routes = {v: variant_routes([run for run in runs if run.variant == v], windows, device, notes) for v in variants}
         routes = {variant: entry for variant, entry in routes.items() if entry}
 
@@ -627,9 +631,9 @@ def main(argv=None):
         figures.append("routes.png")
     summary = {"runs": [dataclasses.asdict(run) for run in runs], "milestones": milestone_table(runs), "comparisons": comparisons,
                "routes": routes, "route_tokens": 0 if windows is None else windows.size, "notes": notes}  # fmt: skip
-    with common.atomic_write(out / "report.md", "w") as file:
+    with atomic_write(out / "report.md", "w") as file:
         file.write(report(runs, comparisons, routes, notes, figures))
-    with common.atomic_write(out / "summary.json", "w") as file:
+    with atomic_write(out / "summary.json", "w") as file:
         json.dump(plain(summary), file, indent=1, allow_nan=False)
 
     for c in comparisons:
@@ -643,4 +647,4 @@ def main(argv=None):
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    run_main(main)

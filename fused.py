@@ -14,9 +14,8 @@ from pathlib import Path
 
 import torch
 
-import common
+from lib.errors import UserError, one_line
 import model
-from common import UserError
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 SOURCE = Path(__file__).with_name("fused.c")
@@ -40,9 +39,9 @@ def library(dtype, D, R, normed):
                 if not done.returncode:
                     loaded = ctypes.CDLL(f"{folder}/fused.so")
                     return loaded if loaded.forward and loaded.backward else None  # a C++ compiler would have given them other names
-        raise UserError(f"fused.c does not compile: {common.one_line(done.stderr) or f'{compiler[0]} ended with status {done.returncode}'}")
+        raise UserError(f"fused.c does not compile: {one_line(done.stderr) or f'{compiler[0]} ended with status {done.returncode}'}")
     except (OSError, ValueError, AttributeError, subprocess.SubprocessError) as error:  # CC is no C compiler, or no folder for what it makes
-        raise UserError(f"fused.c cannot be compiled and loaded: {common.one_line(error)}") from error
+        raise UserError(f"fused.c cannot be compiled and loaded: {one_line(error)}") from error
 
 
 def prepare(config, dtype):

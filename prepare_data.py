@@ -38,10 +38,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from lib.errors import UserError, run_main, warn
+from lib.files import atomic_write, file_sha256, fsync_folder, lock_folder, make_folder, read_json
+from lib.shards import HEADER_INTS, SPLITS, load_manifest, read_shard_header, shard_header
+from lib.tokenizers import TOKENIZERS, get_tokenizer
 from tqdm import tqdm
 
-from common import (HEADER_INTS, SPLITS, TOKENIZERS, UserError, atomic_write, file_sha256, fsync_folder, get_tokenizer,
-                    load_manifest, lock_folder, make_folder, read_json, read_shard_header, run_main, shard_header, warn)  # fmt: skip
 
 SPLIT_RULE = "u = sha256(text)[:8] / 2**64: test if u < test_frac, val if u < test_frac + val_frac, else train"
 TXT_MIN, TXT_MAX = 2_000, 1_000_000  # bytes of a document cut from a .txt

@@ -5,7 +5,10 @@
 
 import argparse
 
-import common
+from lib.errors import UserError, run_main
+from lib.devices import pick_device
+from lib.run_folder import load_run
+from lib.tokenizers import get_tokenizer
 
 
 def main(argv=None):
@@ -19,24 +22,24 @@ def main(argv=None):
     parser.add_argument("--device", default="cpu", help="default: %(default)s")
     args = parser.parse_args(argv)
     if args.tokens < 1:
-        raise common.UserError(f"--tokens: {args.tokens} must be at least 1")
+        raise UserError(f"--tokens: {args.tokens} must be at least 1")
     if not 0 <= args.seed < 2**63:
-        raise common.UserError(f"--seed: {args.seed} must lie in 0 .. 2**63 - 1")
+        raise UserError(f"--seed: {args.seed} must lie in 0 .. 2**63 - 1")
 
     import torch
 
-    device = common.pick_device(args.device)
+    device = pick_device(args.device)
     generator = torch.Generator(device).manual_seed(args.seed)
-    model, state = common.load_run(args.run, device)
-    encoding = common.get_tokenizer(state["config"]["tokenizer"])
+    model, state = load_run(args.run, device)
+    encoding = get_tokenizer(state["config"]["tokenizer"])
     # as in training, a document starts with <|endoftext|>
     idx = torch.tensor([[encoding.eot_token, *encoding.encode_ordinary(args.prompt)]], device=device)
     try:
         tokens = model.generate(idx, args.tokens, args.temperature, args.top_k, generator)[0, 1:].tolist()
     except ValueError as error:
-        raise common.UserError(str(error)) from error
+        raise UserError(str(error)) from error
     print(encoding.decode(tokens))
 
 
 if __name__ == "__main__":
-    common.run_main(main)
+    run_main(main)

@@ -17,12 +17,16 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
-import common
-from common import UserError
+from lib.config import identity, parse_config
+from lib.errors import RankError, UserError, log, one_line, or_exit, warn
+from lib.files import atomic_write, lock_folder, make_folder, read_json
+from lib import devices
+from lib.run_folder import load_checkpoint, read_metrics, save_checkpoint
+from lib.shards import Windows, batch_windows, check_data, find_shards
 
 if __name__ == "__main__":  # before torch is imported, so that --help and a mistyped key answer at once
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until the loop takes it over, Ctrl-C just ends this
-    CONFIG, NAME = common.or_exit(common.parse_config, sys.argv[1:], __doc__)
+    CONFIG, NAME = or_exit(parse_config, sys.argv[1:], __doc__)
 
 import numpy as np
 import torch
@@ -63,7 +67,7 @@ def learning_rate(step, config):
 
 def pick_device(config):
     """The torch.device of this rank; raises UserError for one that is not here."""
-    return common.pick_device(config.device, "config key device", LOCAL_RANK)
+    return devices.pick_device(config.device, "config key device", LOCAL_RANK)
 
 
 def pick_dtype(config, device):
@@ -95,7 +99,7 @@ def pick_fused(config, device):
     except UserError as error:
         if config.fused == "true":
             raise UserError(f"config key fused: {error}; use --fused=false") from error
-        common.warn(f"{error}: the depth reads take PyTorch's operations, several passes over memory for one")
+        warn(f"{error}: the depth reads take PyTorch's operations, several passes over memory for one")
         return False
     return True
 
@@ -138,7 +142,7 @@ def resolve(config, device, manifest):
         tokenizer = config.tokenizer or "gpt2"
         vocab_size = config.vocab_size or {"gpt2": 50257, "bytes": 257}[tokenizer]
         if RANK == 0:
-            common.warn(f"{config.data_dir} has no manifest.json: taking its tokens for {tokenizer}'s, vocabulary {vocab_size}")
+            warn(f"{config.data_dir} has no manifest.json: taking its tokens for {tokenizer}'s, vocabulary {vocab_size}")
     else:
         tokenizer, vocab_size = manifest["tokenizer"], manifest["vocab_size"]
     for name, known in (("tokenizer", tokenizer), ("vocab_size", vocab_size)):
@@ -150,7 +154,7 @@ def resolve(config, device, manifest):
                         f"{config.micro_batch} x context {config.context} = {WORLD * config.micro_batch * config.context}; "
                         "change --micro_batch or --batch_tokens")  # fmt: skip
     if config.warmup_tokens >= config.max_tokens:
-        common.warn(f"config key warmup_tokens: {config.warmup_tokens} covers all of max_tokens = {config.max_tokens}: the rate will not fall again")
+        warn(f"config key warmup_tokens: {config.warmup_tokens} covers all of max_tokens = {config.max_tokens}: the rate will not fall again")
     milestones = config.milestones or tuple(max(1, config.max_tokens // part) for part in (8, 4, 2, 1))
     return replace(config, milestones=milestones, tokenizer=tokenizer, vocab_size=vocab_size, dtype=pick_dtype(config, device))
 
@@ -183,7 +187,7 @@ def fetch(windows, ids, device, where):
     try:
         rows = torch.from_numpy(windows.read(ids))
     except UserError as error:
-        raise common.RankError(f"rank {RANK}, {where}: {error}") from error
+        raise RankError(f"rank {RANK}, {where}: {error}") from error
     if device.type == "cuda":
         rows = rows.pin_memory().to(device, non_blocking=True)
     else:
@@ -230,8 +234,8 @@ class Metrics:
     def __init__(self, path, step):
         self.path, self.file = path, None
         if RANK == 0:
-            with common.atomic_write(path, "w") as file:
-                file.writelines(json.dumps(r) + "\n" for r in common.read_metrics(path) if r["step"] <= step)
+            with atomic_write(path, "w") as file:
+                file.writelines(json.dumps(r) + "\n" for r in read_metrics(path) if r["step"] <= step)
             self.file = open(path, "a", encoding="utf-8", buffering=1)
 
     def write(self, **record):
@@ -252,7 +256,7 @@ class Metrics:
 def refuse_other(theirs, their_data_id, config, data_id, out_dir):
     """Raise UserError unless the run whose config (a dict) and data are in `out_dir` is this one."""
     theirs = {k: tuple(v) if isinstance(v, list) else v for k, v in theirs.items()}  # config.json has no tuples
-    ours = common.identity(asdict(config))
+    ours = identity(asdict(config))
     differing = [f"{k} = {theirs.get(k)!r}, now {v!r}" for k, v in ours.items() if theirs.get(k) != v]
     if their_data_id != data_id:
         differing.append(f"the data ({theirs.get('data_dir')}, now {config.data_dir})")
@@ -277,7 +281,7 @@ def restore(state, model, optimizer, config, data_id, out_dir):
             if any(moments[name].shape != parameter.shape for name in ("exp_avg", "exp_avg_sq")):
                 raise ValueError("the optimizer's moments have other shapes than the weights")
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{out_dir}/ckpt.pt does not fit the model: {common.one_line(error)}; name another --out_dir") from error
+        raise UserError(f"{out_dir}/ckpt.pt does not fit the model: {one_line(error)}; name another --out_dir") from error
     return step
 
 
@@ -293,7 +297,7 @@ def main(config, name):
     out_dir = Path(config.out_dir or f"out/{name}/{config.variant}-s{config.seed}")
 
     def say(text):
-        common.log(f"{out_dir.name}: {text}")
+        log(f"{out_dir.name}: {text}")
 
     # ---- setup: everything that can be wrong is found before the first step
     if config.deterministic:
@@ -302,33 +306,33 @@ def main(config, name):
     torch.use_deterministic_algorithms(config.deterministic)
     device = pick_device(config)
     keep_freed_memory(device)
-    manifest, data_id = common.check_data(config.data_dir, config.verify)
+    manifest, data_id = check_data(config.data_dir, config.verify)
     config = resolve(config, device, manifest)
     compiled = pick_compile(config, device)
-    shards = common.find_shards(config.data_dir)
-    windows = {split: common.Windows(config.data_dir, split, config.context, config.vocab_size) for split in shards if shards[split]}
+    shards = find_shards(config.data_dir)
+    windows = {split: Windows(config.data_dir, split, config.context, config.vocab_size) for split in shards if shards[split]}
     model = build_model(config).to(device)
     optimizer = build_optimizer(model, config)
     kernel = pick_fused(config, device)
 
     if RANK == 0:
-        common.make_folder(out_dir, "out_dir")
-        lock = common.lock_folder(out_dir, config.wait)  # held until the process ends
+        make_folder(out_dir, "out_dir")
+        lock = lock_folder(out_dir, config.wait)  # held until the process ends
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
     if WORLD > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         dist.barrier()  # rank 0 has the lock: nobody else is writing
-    state = common.load_checkpoint(out_dir, device)
+    state = load_checkpoint(out_dir, device)
     step = restore(state, model, optimizer, config, data_id, out_dir) if state else 0
     if not state and (out_dir / "config.json").exists():  # stopped before its first checkpoint, or that is lost
-        theirs = common.read_json(out_dir / "config.json")
+        theirs = read_json(out_dir / "config.json")
         refuse_other(theirs, theirs.get("data_id"), config, data_id, out_dir)
-        if RANK == 0 and any(record.get("kind") in ("eval", "test") for record in common.read_metrics(out_dir / "metrics.jsonl")):
+        if RANK == 0 and any(record.get("kind") in ("eval", "test") for record in read_metrics(out_dir / "metrics.jsonl")):
             with open(out_dir / "metrics.lost.jsonl", "ab") as file:  # of every such run, one after another
                 file.write((out_dir / "metrics.jsonl").read_bytes())
-            common.warn(f"{out_dir} has no checkpoint: beginning anew; the records of the run before are in metrics.lost.jsonl")
+            warn(f"{out_dir} has no checkpoint: beginning anew; the records of the run before are in metrics.lost.jsonl")
     del state
     if all_reduce([step], device) != [step * WORLD]:
         raise UserError(f"out_dir: the ranks found different checkpoints in {out_dir}; it must lie where all of them see it")
@@ -336,14 +340,14 @@ def main(config, name):
     n_params = sum(parameter.numel() for parameter in model.parameters())
 
     def write_config():
-        with common.atomic_write(out_dir / "config.json", "w") as file:
+        with atomic_write(out_dir / "config.json", "w") as file:
             versions = {"python": sys.version.split()[0], "torch": torch.__version__}
             json.dump({**asdict(config), "name": name, "data_id": data_id, "n_params": n_params, "world": WORLD, **versions}, file, indent=1)
 
     if step >= last:
         say(f"finished: {step} updates, {step * config.batch_tokens:,} tokens; nothing to do")
         try:
-            common.read_json(out_dir / "config.json")
+            read_json(out_dir / "config.json")
         except UserError:
             if RANK == 0:
                 write_config()  # diagnose.py wants it
@@ -367,13 +371,13 @@ def main(config, name):
         if RANK == 0:
             metrics.sync()
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-            common.save_checkpoint(out_dir / "ckpt.pt", {**state, "config": asdict(config), "data_id": data_id})
+            save_checkpoint(out_dir / "ckpt.pt", {**state, "config": asdict(config), "data_id": data_id})
 
     def stop_unless_finite(step, why, *values):
         """All ranks have the same values, and stop together."""
         if not all(map(math.isfinite, values)):
             metrics.write(kind="diverged", step=step, tokens=step * config.batch_tokens, why=why)
-            ids = common.batch_windows(config.seed, step - 1, batch, len(windows["train"])).tolist()
+            ids = batch_windows(config.seed, step - 1, batch, len(windows["train"])).tolist()
             raise UserError(f"{out_dir}: update {step} is not finite ({why}); its window ids {ids}; the weights before it were kept as of "
                             "the last checkpoint: lower --lr, or look at these windows")  # fmt: skip
 
@@ -396,7 +400,7 @@ def main(config, name):
     saved, aside = started, {"evaluation": 0.0, "checkpoints": 0.0}  # when the last checkpoint was; seconds that were no updates
     while step < last:
         began = time.perf_counter()
-        ids = common.batch_windows(config.seed, step, batch, len(windows["train"]))[RANK * share : (RANK + 1) * share]
+        ids = batch_windows(config.seed, step, batch, len(windows["train"]))[RANK * share : (RANK + 1) * share]
         total = 0.0
         for i in range(passes):
             part = ids[i * config.micro_batch : (i + 1) * config.micro_batch]
@@ -451,7 +455,7 @@ def main(config, name):
 
 
 if __name__ == "__main__":
-    status = common.or_exit(main, CONFIG, NAME)
+    status = or_exit(main, CONFIG, NAME)
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(status)

@@ -30,14 +30,15 @@ UPDATES = 100
 
 def child(note):
     """train.py with the rest of the command line; the file `note` says what it is at."""
-    import common
+    from lib.run_folder import save_checkpoint
+    from lib.shards import Windows
 
     descriptor = os.open(note, os.O_WRONLY)
 
     def at(phase):
         os.pwrite(descriptor, phase, 0)
 
-    read, save = common.Windows.read, common.save_checkpoint
+    read, save = Windows.read, save_checkpoint
 
     def noted_read(self, ids):
         at(b"u" if self.paths[0].name.startswith("train") else b"e")
@@ -48,9 +49,9 @@ def child(note):
         save(path, state)
         at(b"u")
 
-    common.Windows.read, common.save_checkpoint = noted_read, noted_save
+    Windows.read, save_checkpoint = noted_read, noted_save
     sys.argv = ["train.py", *sys.argv[4:]]
-    runpy.run_path(str(Path(common.__file__).with_name("train.py")), run_name="__main__")
+    runpy.run_path(str(Path(__file__).parent.parent / "train.py"), run_name="__main__")
 
 
 def live(folder, argv, target, rng):

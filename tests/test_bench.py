@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import bench
-import common
+from lib.config import TrainConfig
+from lib.errors import UserError
 import fused
 from model import GPT, DepthRead, ModelConfig, RMSNorm, Source, inverse_rms, read_finished, wide
-from test_common import ENV, ROOT, write_folder
+from helpers import ENV, ROOT, write_folder
 
 TINY = ["--n_layer=2", "--d_model=16", "--n_head=2", "--d_mlp=24", "--n_blocks=2", "--context=16", "--micro_batch=2", "--batch_tokens=64",
         "--vocab_size=50", "--device=cpu", "--compile=false"]  # two passes an update
@@ -86,7 +87,7 @@ def test_the_loader_is_timed_where_there_is_data(tmp_path):
     (["--n_blocks=3"], "n_blocks = 3"), (["absent.toml"], "absent.toml"),
 ])  # fmt: skip
 def test_a_mistake_is_named(flags, words):
-    with pytest.raises(common.UserError) as caught:
+    with pytest.raises(UserError) as caught:
         argv = [*flags[: flags[0].endswith("toml")], *TINY, "--data_dir=nowhere", *flags[flags[0].endswith("toml") :]]
         bench.main(*bench.parse(argv), argv)
     assert words in str(caught.value) and "\n" not in str(caught.value)
@@ -293,8 +294,8 @@ def test_scaling_into_a_file_is_said_before_anything_is_measured(tmp_path, monke
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(bench, "Entrant", lambda *args: pytest.fail("measured"))
     options = types.SimpleNamespace(scaling=str(tmp_path / "file"), clock="wall", rounds=2)
-    with pytest.raises(common.UserError, match="scaling: cannot create the folder"):
-        bench.scaling(options, common.TrainConfig(device="cpu", dtype="float32", compile="false", vocab_size=257), [])
+    with pytest.raises(UserError, match="scaling: cannot create the folder"):
+        bench.scaling(options, TrainConfig(device="cpu", dtype="float32", compile="false", vocab_size=257), [])
 
 
 def test_scaling_grid():

@@ -11,42 +11,28 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-import common
-from common import TrainConfig, UserError, Windows, batch_windows, coerce, parse_config
+from lib.config import TrainConfig, coerce, identity, parse_config
+from lib.errors import RankError, UserError, or_exit, warn
+from lib.files import atomic_write
+from lib.run_folder import load_checkpoint, read_metrics, save_checkpoint
+from lib.shards import Windows, batch_windows, check_data, epoch_order, find_shards, read_shard_header, shard_header
+from lib.tokenizers import END_OF_TEXT, get_tokenizer
 from model import ModelConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # several threads only spin on models this small
+from helpers import ENV, ROOT, write_folder, write_shard
+
 KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 MODEL_KEYS = {field.name: field for field in dataclasses.fields(ModelConfig)}
 MACHINE = {"fused", "data_dir", "verify", "stop_tokens", "milestones", "eval_interval", "log_interval", "checkpoint_interval", "checkpoint_minutes", "out_dir",
            "device", "compile", "micro_batch", "wait", "deterministic"}
 MAY_BE_ZERO = {"vocab_size", "seed", "stop_tokens", "warmup_tokens", "min_lr_ratio", "weight_decay", "grad_clip", "eval_interval", "checkpoint_interval"}
-
-
-def write_shard(path, tokens, count=None, magic=20240520, version=1):
-    """llm.c's format: 256 int32 (magic, version, number of tokens, zeros), then uint16 tokens, little-endian."""
-    header = [magic, version, len(tokens) if count is None else count] + [0] * 253
-    path.write_bytes(b"".join(n.to_bytes(4, "little", signed=True) for n in header) + b"".join(int(t).to_bytes(2, "little") for t in tokens))
-    return path
-
-
-def write_folder(folder, manifest=True, vocab_size=257, tokenizer="bytes", **shards):
-    """A folder of shards {name: tokens}, and the manifest that prepare_data.py would leave. Returns the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {}
-    for name, tokens in shards.items():
-        path = write_shard(folder / f"{name}.bin", tokens)
-        files[path.name] = {"tokens": len(tokens), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
-    if manifest:
-        (folder / "manifest.json").write_text(json.dumps({"tokenizer": tokenizer, "vocab_size": vocab_size, "files": files}))
-    return folder
 
 
 @pytest.fixture
@@ -239,18 +225,18 @@ def test_no_key_is_dead():
 def test_one_table_says_which_keys_are_the_machines_and_all_others_are_identity():
     assert {name for name, field in KEYS.items() if field.metadata["machine"]} == MACHINE
     config = dataclasses.asdict(TrainConfig())
-    assert common.identity(config) == {name: value for name, value in config.items() if name not in MACHINE}
-    assert common.identity({"seed": 3, "device": "cpu"}) == {"seed": 3}
+    assert identity(config) == {name: value for name, value in config.items() if name not in MACHINE}
+    assert identity({"seed": 3, "device": "cpu"}) == {"seed": 3}
 
 
 # ---- shards ----
 
 def test_a_shards_header_makes_the_round_trip(tmp_path):
     path = tmp_path / "train.bin"
-    path.write_bytes(common.shard_header(3) + np.array([5, 6, 65535], dtype="<u2").tobytes())
-    assert common.read_shard_header(path) == 3
+    path.write_bytes(shard_header(3) + np.array([5, 6, 65535], dtype="<u2").tobytes())
+    assert read_shard_header(path) == 3
     assert path.read_bytes() == write_shard(tmp_path / "other.bin", [5, 6, 65535]).read_bytes()
-    assert common.read_shard_header(write_shard(tmp_path / "empty.bin", [])) == 0
+    assert read_shard_header(write_shard(tmp_path / "empty.bin", [])) == 0
 
 
 @pytest.mark.parametrize("damage, message", [
@@ -269,23 +255,23 @@ def test_a_damaged_shard_is_found_before_the_run_and_named(damage, message, fold
     write_shard(folder / "train_000000.bin", [1, 2, 3])
     damage(folder / "train_000000.bin")
     with pytest.raises(UserError, match=rf"train_000000\.bin: .*({message})"):
-        common.check_data(folder)
+        check_data(folder)
 
 
 def test_a_folder_that_is_missing_or_has_no_train_or_val_shard_is_named(tmp_path, folder):
     with pytest.raises(UserError, match=r"data_dir: is empty; name a folder"):
-        common.check_data("")
+        check_data("")
     with pytest.raises(UserError, match=r"data_dir: .*nowhere is not a folder; write one with"):
-        common.check_data(tmp_path / "nowhere")
+        check_data(tmp_path / "nowhere")
     for split in ("train", "val"):
         bare = write_folder(tmp_path / split, manifest=False, **{f"{'val' if split == 'train' else 'train'}_0": [1, 2, 3]})
         with pytest.raises(UserError, match=rf"{split}: has no \*{split}\*\.bin shard"):
-            common.check_data(bare)
+            check_data(bare)
 
 
 def test_shards_are_found_by_their_split_in_the_order_of_their_names(tmp_path):
     write_folder(tmp_path, manifest=False, fineweb_val_000000=[1], fineweb_train_000002=[1], fineweb_train_000001=[1], other=[1])
-    names = {split: [path.name for path in paths] for split, paths in common.find_shards(tmp_path).items()}
+    names = {split: [path.name for path in paths] for split, paths in find_shards(tmp_path).items()}
     assert names == {"train": ["fineweb_train_000001.bin", "fineweb_train_000002.bin"], "val": ["fineweb_val_000000.bin"], "test": []}
 
 
@@ -293,36 +279,36 @@ def test_shards_are_found_by_their_split_in_the_order_of_their_names(tmp_path):
 def test_a_name_that_fits_two_splits_is_refused(name, folder):
     write_shard(folder / f"{name}.bin", [1])
     with pytest.raises(UserError, match=rf"{name}\.bin: its name fits the splits \w+ and \w+; rename it"):
-        common.check_data(folder)
+        check_data(folder)
 
 
 def test_a_folder_that_differs_from_its_manifest_is_refused(folder):
-    manifest, data_id = common.check_data(folder)
+    manifest, data_id = check_data(folder)
     assert manifest == json.loads((folder / "manifest.json").read_text())
     assert data_id == hashlib.sha256((folder / "manifest.json").read_bytes()).hexdigest()
 
     whole = (folder / "train_000001.bin").read_bytes()
     (folder / "train_000001.bin").unlink()
     with pytest.raises(UserError, match=r"train_000001\.bin is missing but has 29 in the manifest"):
-        common.check_data(folder)
+        check_data(folder)
     write_shard(folder / "train_000001.bin", [1, 2])
     with pytest.raises(UserError, match=r"train_000001\.bin has 2 tokens but has 29 in the manifest"):
-        common.check_data(folder)
+        check_data(folder)
     (folder / "train_000001.bin").write_bytes(whole)
     write_shard(folder / "train_000002.bin", [1, 2])
     with pytest.raises(UserError, match=r"train_000002\.bin has 2 tokens but is not in the manifest"):
-        common.check_data(folder)
+        check_data(folder)
     (folder / "train_000002.bin").unlink()
-    assert common.check_data(folder)[1] == data_id
+    assert check_data(folder)[1] == data_id
 
 
 def test_verify_finds_altered_content_that_counts_cannot_show(folder):
-    common.check_data(folder, verify=True)
+    check_data(folder, verify=True)
     path = folder / "train_000001.bin"
     path.write_bytes(path.read_bytes()[:-2] + b"\7\0")
-    common.check_data(folder)
+    check_data(folder)
     with pytest.raises(UserError, match=r"train_000001\.bin differs from its sha256 in the manifest"):
-        common.check_data(folder, verify=True)
+        check_data(folder, verify=True)
 
 
 @pytest.mark.parametrize("name", ["tokenizer", "vocab_size", "files"])
@@ -331,11 +317,11 @@ def test_a_manifest_without_what_a_run_needs_is_named(name, folder):
     del manifest[name]
     (folder / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(UserError, match=rf"manifest\.json: has no '{name}'"):
-        common.check_data(folder)
+        check_data(folder)
     for content in ("{", "[]", "\xff"):
         (folder / "manifest.json").write_text(content, encoding="latin-1")
         with pytest.raises(UserError, match=r"cannot read .*manifest\.json"):
-            common.check_data(folder)
+            check_data(folder)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -348,32 +334,32 @@ def test_a_manifest_that_was_written_otherwise_is_named(change, message, folder)
     manifest = json.loads((folder / "manifest.json").read_text())
     (folder / "manifest.json").write_text(json.dumps(manifest | change))
     with pytest.raises(UserError, match=rf"manifest\.json: {message}; prepare the data again"):
-        common.check_data(folder)
+        check_data(folder)
 
 
 def test_without_a_manifest_data_are_known_by_names_sizes_and_ends(folder, tmp_path):
     """The same shards in another folder are the same data; another name, length, first or last token makes other data."""
     (folder / "manifest.json").unlink()
-    manifest, data_id = common.check_data(folder)
+    manifest, data_id = check_data(folder)
     assert manifest is None
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in folder.glob("*.bin"):
         (copy / path.name).write_bytes(path.read_bytes())
-    assert common.check_data(copy) == (None, data_id)
+    assert check_data(copy) == (None, data_id)
     path, whole = copy / "train_000001.bin", (copy / "train_000001.bin").read_bytes()
     seen = {data_id}
-    for content in (whole[:1024] + b"\7\0" + whole[1026:], whole[:-2] + b"\7\0", common.shard_header(28) + whole[1024:-2]):
+    for content in (whole[:1024] + b"\7\0" + whole[1026:], whole[:-2] + b"\7\0", shard_header(28) + whole[1024:-2]):
         path.write_bytes(content)
-        seen.add(common.check_data(copy)[1])
+        seen.add(check_data(copy)[1])
     path.write_bytes(whole)
     path.rename(copy / "train_000003.bin")
-    seen.add(common.check_data(copy)[1])
+    seen.add(check_data(copy)[1])
     assert len(seen) == 5
     big = write_folder(tmp_path / "big", manifest=False, train_0=[1] * 100_000, val_0=[1])
-    before = common.check_data(big)[1]
+    before = check_data(big)[1]
     write_shard(big / "train_0.bin", [1] * 99_999 + [2])
-    assert common.check_data(big)[1] != before
+    assert check_data(big)[1] != before
 
 
 # ---- windows ----
@@ -458,7 +444,7 @@ def test_every_window_is_read_once_an_epoch_and_batches_run_across_epochs(batch)
 def test_the_order_is_a_pure_function_of_seed_and_epoch():
     """Whatever was asked before, in whatever order."""
     first = [batch_windows(1, step, 4, 17).tolist() for step in range(20)]
-    common.epoch_order.cache_clear()
+    epoch_order.cache_clear()
     assert [batch_windows(1, step, 4, 17).tolist() for step in reversed(range(20))] == first[::-1]
     assert [batch_windows(2, step, 4, 17).tolist() for step in range(20)] != first
     assert np.concatenate(first).tolist() == np.concatenate([batch_windows(1, step, 8, 17) for step in range(10)]).tolist()
@@ -472,7 +458,7 @@ def test_the_order_neither_reads_nor_moves_a_global_generator():
     assert (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == before[:2] and torch.equal(torch.get_rng_state(), before[2])
     np.random.seed(6)
     torch.manual_seed(6)
-    common.epoch_order.cache_clear()
+    epoch_order.cache_clear()
     assert [batch_windows(1, step, 4, 17).tolist() for step in range(20)] == ids
 
 
@@ -480,12 +466,12 @@ def test_the_order_neither_reads_nor_moves_a_global_generator():
 
 def test_a_write_that_fails_leaves_what_stood_there(tmp_path, monkeypatch):
     path = tmp_path / "file.json"
-    with common.atomic_write(path, "w") as file:
+    with atomic_write(path, "w") as file:
         file.write("old")
         assert not path.exists()  # nothing under the name before it is complete
     assert path.read_text() == "old"
     with pytest.raises(ZeroDivisionError):
-        with common.atomic_write(path, "w") as file:
+        with atomic_write(path, "w") as file:
             file.write("half of the n")
             1 / 0
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"] and path.read_text() == "old"
@@ -495,7 +481,7 @@ def test_a_write_that_fails_leaves_what_stood_there(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(UserError, match=r"cannot write .*file\.json: No space left on device; files written earlier are intact"):
-        with common.atomic_write(path, "w") as file:
+        with atomic_write(path, "w") as file:
             file.write("new")
     assert [p.name for p in tmp_path.iterdir()] == ["file.json"] and path.read_text() == "old"
 
@@ -504,12 +490,12 @@ def test_a_name_appears_only_when_its_content_is_on_disk(tmp_path, monkeypatch):
     calls, fsync, replace = [], os.fsync, os.replace
     monkeypatch.setattr(os, "fsync", lambda descriptor: calls.append("fsync") or fsync(descriptor))
     monkeypatch.setattr(os, "replace", lambda source, target: calls.append(Path(target).name) or replace(source, target))
-    common.save_checkpoint(tmp_path / "ckpt.pt", {"step": 1})
+    save_checkpoint(tmp_path / "ckpt.pt", {"step": 1})
     assert calls == ["fsync", "ckpt.new.pt", "fsync", "ckpt.pt", "fsync"]  # the file, and the folder after each rename
 
 
 def test_a_full_disk_at_a_checkpoint_is_one_line_and_keeps_the_earlier_one(tmp_path, monkeypatch):
-    common.save_checkpoint(tmp_path / "ckpt.pt", {"step": 1})
+    save_checkpoint(tmp_path / "ckpt.pt", {"step": 1})
 
     def full(state, file):
         file.write(b"PK")
@@ -517,40 +503,40 @@ def test_a_full_disk_at_a_checkpoint_is_one_line_and_keeps_the_earlier_one(tmp_p
 
     monkeypatch.setattr(torch, "save", full)
     with pytest.raises(UserError, match=r"^cannot write .*ckpt\.pt: \[enforce fail at inline_container\.cc\] unexpected pos; earlier checkpoints are intact$"):
-        common.save_checkpoint(tmp_path / "ckpt.pt", {"step": 2})
-    assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"] and common.load_checkpoint(tmp_path)["step"] == 1
+        save_checkpoint(tmp_path / "ckpt.pt", {"step": 2})
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt.pt"] and load_checkpoint(tmp_path)["step"] == 1
 
 
 def test_a_warning_comes_once_from_several_ranks(capsys, monkeypatch):
     for rank, line in [(None, True), ("0", True), ("1", False)]:
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
-        common.warn("mind X")
+        warn("mind X")
         assert capsys.readouterr() == ("", "warning: mind X\n" if line else "")
 
 
 def test_the_checkpoint_before_stays_beside_the_newest(tmp_path):
-    assert common.load_checkpoint(tmp_path) is None
+    assert load_checkpoint(tmp_path) is None
     for step in (1, 2, 3):
-        common.save_checkpoint(tmp_path / "ckpt.pt", {"step": step})
+        save_checkpoint(tmp_path / "ckpt.pt", {"step": step})
     assert {path.name: torch.load(path, weights_only=True)["step"] for path in tmp_path.iterdir()} == {"ckpt.pt": 3, "ckpt.prev.pt": 2}
     (tmp_path / "ckpt.pt").rename(tmp_path / "ckpt.new.pt")  # killed between the two renames
-    assert common.load_checkpoint(tmp_path)["step"] == 2
+    assert load_checkpoint(tmp_path)["step"] == 2
     (tmp_path / "ckpt.prev.pt").write_bytes(b"")
-    assert common.load_checkpoint(tmp_path)["step"] == 3
+    assert load_checkpoint(tmp_path)["step"] == 3
 
 
 def test_a_checkpoint_of_another_format_is_refused_by_name(tmp_path):
     torch.save({"format": 0, "step": 1}, tmp_path / "ckpt.pt")
     with pytest.raises(UserError, match=r"ckpt\.pt: checkpoint format 0, this code reads 1"):
-        common.load_checkpoint(tmp_path)
+        load_checkpoint(tmp_path)
 
 
 def test_a_metrics_line_that_a_kill_cut_short_is_left_out(tmp_path):
-    assert common.read_metrics(tmp_path / "metrics.jsonl") == []
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"ste')
-    assert common.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 1}\n7\n\x00\xff\n{}\n')  # what a power cut may leave
-    assert common.read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1}]
 
 
 def test_a_users_error_is_one_line_and_status_2(capsys, monkeypatch):
@@ -559,33 +545,33 @@ def test_a_users_error_is_one_line_and_status_2(capsys, monkeypatch):
         raise kind("file X: mend it")
 
     slept = []
-    monkeypatch.setattr(common.time, "sleep", slept.append)
-    assert common.or_exit(int, "3") == 3
-    for rank, kind, line in [(None, UserError, True), ("0", UserError, True), ("1", UserError, False), ("1", common.RankError, True)]:
+    monkeypatch.setattr(time, "sleep", slept.append)
+    assert or_exit(int, "3") == 3
+    for rank, kind, line in [(None, UserError, True), ("0", UserError, True), ("1", UserError, False), ("1", RankError, True)]:
         monkeypatch.delenv("RANK", raising=False) if rank is None else monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit) as exit:
-            common.or_exit(fail, kind)
+            or_exit(fail, kind)
         assert exit.value.code == 2
         assert capsys.readouterr() == ("", "error: file X: mend it\n" if line else "")
         assert len(slept) == (not line)
         slept.clear()
     with pytest.raises(ZeroDivisionError):  # our own faults keep their traceback
-        common.or_exit(lambda: 1 / 0)
+        or_exit(lambda: 1 / 0)
 
 
 # ---- tokenizers ----
 
 def test_the_bytes_tokenizer_is_one_token_a_byte():
-    tokenizer = common.get_tokenizer("bytes")
+    tokenizer = get_tokenizer("bytes")
     text = "naïve \x00 <|endoftext|>\n\n" + "a" * 100
     ids = tokenizer.encode(text, disallowed_special=())
     assert ids == list(text.encode()) and tokenizer.decode(ids) == text
-    assert tokenizer.n_vocab == 257 and tokenizer.encode(common.END_OF_TEXT, allowed_special="all") == [256]
+    assert tokenizer.n_vocab == 257 and tokenizer.encode(END_OF_TEXT, allowed_special="all") == [256]
 
 
 def test_a_tokenizer_that_is_not_known_or_not_reachable_is_a_users_error(monkeypatch):
     with pytest.raises(UserError, match="tokenizer 'gpt5' is not known; choose one of gpt2, bytes"):
-        common.get_tokenizer("gpt5")
+        get_tokenizer("gpt5")
     import tiktoken
 
     def offline(name):
@@ -593,4 +579,4 @@ def test_a_tokenizer_that_is_not_known_or_not_reachable_is_a_users_error(monkeyp
 
     monkeypatch.setattr(tiktoken, "get_encoding", offline)
     with pytest.raises(UserError, match=r"GPT-2 vocabulary .*ConnectionError.*TIKTOKEN_CACHE_DIR"):
-        common.get_tokenizer("gpt2")
+        get_tokenizer("gpt2")

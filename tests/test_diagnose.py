@@ -15,9 +15,11 @@ import scipy.spatial.distance
 import scipy.stats
 import torch
 
-import common
+from lib.config import TrainConfig
+from lib.errors import UserError
+from lib.run_folder import save_checkpoint
+from lib.shards import check_data, shard_header
 import diagnose
-from common import UserError
 from model import GPT, ModelConfig
 
 REPOSITORY = Path(diagnose.__file__).parent
@@ -184,15 +186,15 @@ def data(tmp_path_factory):
     rng = np.random.default_rng(0)
     for split in ("train", "val"):
         tokens = rng.integers(0, 97, 2000).astype("<u2")
-        (folder / f"{split}_000000.bin").write_bytes(common.shard_header(len(tokens)) + tokens.tobytes())
+        (folder / f"{split}_000000.bin").write_bytes(shard_header(len(tokens)) + tokens.tobytes())
     return folder
 
 
 def write_run(root, data, variant, seed, nlls, test=None, checkpoint=None, lines=(), **keys):
     """A run folder as train.py leaves it, its validation NLLs at the milestones; returns its path."""
     keys = dict(SIZES, batch_tokens=B, max_tokens=8 * B, warmup_tokens=B, milestones=MILESTONES, data_dir=str(data)) | keys
-    config = dataclasses.asdict(common.TrainConfig(variant=variant, seed=seed, **{k: v for k, v in keys.items() if k != "data_id"}))
-    data_id = keys.get("data_id") or common.check_data(data)[1]
+    config = dataclasses.asdict(TrainConfig(variant=variant, seed=seed, **{k: v for k, v in keys.items() if k != "data_id"}))
+    data_id = keys.get("data_id") or check_data(data)[1]
     path = root / f"{variant}-s{seed}"
     path.mkdir(parents=True)
     (path / "config.json").write_text(json.dumps(config | {"data_id": data_id, "name": "toy", "n_params": 1}))
@@ -202,7 +204,7 @@ def write_run(root, data, variant, seed, nlls, test=None, checkpoint=None, lines
     (path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + "".join(lines))
     if checkpoint is not None:
         state = {"model": checkpoint.state_dict(), "step": len(nlls), "config": config, "data_id": data_id}
-        common.save_checkpoint(path / "ckpt.pt", state)
+        save_checkpoint(path / "ckpt.pt", state)
     return path
 
 

@@ -10,7 +10,8 @@ import types
 import pytest
 import torch
 
-import common
+from lib.config import TrainConfig
+from lib.errors import UserError
 import fused
 import model as model_py
 import train
@@ -256,7 +257,7 @@ CPU = torch.device("cpu")
 
 
 def config_of(**keys):
-    return common.TrainConfig(**(dict(dtype="float32", device="cpu") | keys))
+    return TrainConfig(**(dict(dtype="float32", device="cpu") | keys))
 
 
 def test_who_gets_the_kernel(monkeypatch, capsys):
@@ -264,7 +265,7 @@ def test_who_gets_the_kernel(monkeypatch, capsys):
     assert not train.pick_fused(config_of(fused="false"), CPU)
     assert not train.pick_fused(config_of(variant="prenorm"), CPU)
     assert not train.pick_fused(config_of(dtype="bfloat16"), CPU) and not train.pick_fused(config_of(), torch.device("cuda"))
-    with pytest.raises(common.UserError, match="^config key fused: .* not for float32 on cuda; use --fused=false"):
+    with pytest.raises(UserError, match="^config key fused: .* not for float32 on cuda; use --fused=false"):
         train.pick_fused(config_of(fused="true"), torch.device("cuda"))
     assert capsys.readouterr().err == ""
 
@@ -299,7 +300,7 @@ def test_without_a_compiler_the_operations_do(compiler, why, monkeypatch, capsys
     assert not train.pick_fused(config_of(), CPU)
     line = capsys.readouterr().err
     assert why in line and line.count("\n") == 1
-    with pytest.raises(common.UserError, match="^config key fused: fused.c .*; use --fused=false"):
+    with pytest.raises(UserError, match="^config key fused: fused.c .*; use --fused=false"):
         train.pick_fused(config_of(fused="true"), CPU)
 
 

@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 import pytest
 import tiktoken
 
-import common
+from lib.errors import UserError
+from lib.files import lock_folder
+from lib.shards import check_data
 import prepare_data
-from common import UserError
 
 SCRIPT = Path(prepare_data.__file__)
 EOT = 50256
@@ -131,7 +132,7 @@ def test_tokens_are_tiktokens(tmp_path, kind):
         assert about == {"tokens": len(tokens), "sha256": hashlib.sha256((tmp_path / f"out/{split}_000000.bin").read_bytes()).hexdigest()}
     assert manifest["vocab_size"] == 50257 and manifest["tokenizer"] == "gpt2" and manifest["documents"] == len(documents)
     assert sorted(contents(tmp_path / "out")) == ["manifest.json", "test_000000.bin", "train_000000.bin", "val_000000.bin"]
-    assert common.check_data(tmp_path / "out", verify=True)[0] == manifest
+    assert check_data(tmp_path / "out", verify=True)[0] == manifest
 
 
 def test_bytes_go_through_the_same_path(tmp_path):
@@ -401,7 +402,7 @@ def test_finished_is_left_alone(tmp_path, capsys):
 def test_one_preparation_a_folder(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", some_documents(20))
     (tmp_path / "out").mkdir()
-    with common.lock_folder(tmp_path / "out"):
+    with lock_folder(tmp_path / "out"):
         done = subprocess.run(command(tmp_path / "out", source), capture_output=True, text=True)
         assert done.returncode == 2 and "in use by another process" in done.stderr and len(done.stderr.splitlines()) == 1
         waiting = subprocess.Popen([*command(tmp_path / "out", source), "--wait"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -29,11 +29,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import common
+from lib.errors import UserError, or_exit, warn
+from lib.files import lock_folder
+from lib.run_folder import load_checkpoint, load_run, save_checkpoint
+from lib.shards import Windows, batch_windows, shard_header
 import diagnose
 import train
-from common import UserError
-from test_common import ENV, ROOT, write_folder
+from helpers import ENV, ROOT, write_folder
 from test_train import (CONTEXT, TINY, UPDATE, VOCAB, arguments, assert_close, assert_same, assert_same_run, config_for,  # noqa: F401
                         data, leave_no_trace, reading, result, run, solo, train_ids)  # fmt: skip
 
@@ -103,7 +105,7 @@ def die_in_the_line(write, metrics):
 def as_script(config):
     """What the script does with a config, in this process -> exit status."""
     try:
-        status = common.or_exit(train.main, config, "tiny")
+        status = or_exit(train.main, config, "tiny")
     except SystemExit as exit:
         status = exit.code
     gc.collect()  # the lock goes with the frames
@@ -122,18 +124,18 @@ def train_in_a_child(folder, out, prepare, *arguments, **changes):
 # twice an evaluation (after 3 and 6), and saves after 2, 4 and 6; it renames config.json, metrics.jsonl, then two or three times a save
 MOMENTS = {
     "first start": ((1, "os.replace", die), 0),
-    "first update": ((2, "common.Windows.read", die), 0),
+    "first update": ((2, "Windows.read", die), 0),
     "first checkpoint's bytes": ((1, "torch.save", die_in_the_bytes), 0),
-    "update": ((6, "common.Windows.read", die), 2),
-    "evaluation": ((8, "common.Windows.read", die), 2),
+    "update": ((6, "Windows.read", die), 2),
+    "evaluation": ((8, "Windows.read", die), 2),
     "line of metrics": ((4, "train.Metrics.write", die_in_the_line), 2),
-    "before a checkpoint": ((2, "common.save_checkpoint", die), 2),
+    "before a checkpoint": ((2, "save_checkpoint", die), 2),
     "checkpoint's bytes": ((2, "torch.save", die_in_the_bytes), 2),
     "whole under its temporary name": ((5, "os.replace", die), 2),
     "whole as ckpt.new.pt": ((6, "os.replace", die), 2),
     "between the two renames": ((7, "os.replace", die), 2),
-    "after a checkpoint": ((2, "common.save_checkpoint", die_after), 4),
-    "test at the end": ((18, "common.Windows.read", die), 4),
+    "after a checkpoint": ((2, "save_checkpoint", die_after), 4),
+    "test at the end": ((18, "Windows.read", die), 4),
     "last checkpoint's bytes": ((3, "torch.save", die_in_the_bytes), 4),
 }  # fmt: skip
 
@@ -155,7 +157,7 @@ def test_killed_at_this_moment_a_run_goes_on_from_its_last_checkpoint_bitwise(mo
 def test_killed_while_it_goes_on_a_run_goes_on(data, solo, tmp_path):
     """In one folder, one after another: after the first checkpoint, in the rewriting of config and metrics, at each rename of the second."""
     out = tmp_path / "out"
-    for call in [(1, "common.save_checkpoint", die_after)] + [(nth, "os.replace", die) for nth in (1, 2, 3, 4, 5)]:
+    for call in [(1, "save_checkpoint", die_after)] + [(nth, "os.replace", die) for nth in (1, 2, 3, 4, 5)]:
         assert apart(tmp_path, train_in_a_child, data.folder, out, on_call, *call)[0] == -signal.SIGKILL
     rest = run(data, out)
     assert train_ids(rest.reads) == train_ids(solo.reads)[16:]
@@ -167,8 +169,8 @@ def test_records_are_on_the_disk_before_a_checkpoint_that_counts_on_them(data, t
     synced, original = [], os.fsync
     monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append((os.fstat(descriptor).st_ino, os.fstat(descriptor).st_size)) or original(descriptor))
     saves = []
-    save = common.save_checkpoint
-    monkeypatch.setattr(common, "save_checkpoint", lambda path, state: saves.append((path.with_name("metrics.jsonl").stat(), list(synced))) or save(path, state))
+    save = save_checkpoint
+    monkeypatch.setattr(train, "save_checkpoint", lambda path, state: saves.append((path.with_name("metrics.jsonl").stat(), list(synced))) or save(path, state))
     run(data, tmp_path / "out")
     assert len(saves) == 3
     for metrics, before in saves:
@@ -187,7 +189,7 @@ def test_whatever_byte_of_a_checkpoint_is_altered_it_is_found_or_does_not_matter
         damaged = whole[:place] + bytes([whole[place] ^ (1 << rng.randrange(8))]) + whole[place + 1 :] if n % 4 else whole[:place]
         (tmp_path / "ckpt.pt").write_bytes(damaged)
         try:
-            assert_same(common.load_checkpoint(tmp_path), solo.state)
+            assert_same(load_checkpoint(tmp_path), solo.state)
         except UserError as error:
             assert str(error).startswith(f"{tmp_path}: has no checkpoint that can be read (ckpt.pt damaged)")
             found += 1
@@ -227,7 +229,7 @@ def test_a_damaged_checkpoint_on_its_way_out_takes_no_whole_one_with_it(data, so
     status, said = apart(tmp_path, train_in_a_child, data.folder, out, on_call, 5, "os.replace", die)
     assert status == -signal.SIGKILL and "ckpt.pt is damaged" in said
     assert {path.name for path in out.glob("ckpt*")} == {"ckpt.prev.pt", "ckpt.new.pt"}
-    assert_same(common.load_checkpoint(out)["model"], solo.state["model"])
+    assert_same(load_checkpoint(out)["model"], solo.state["model"])
     with reading() as reads:
         assert as_script(config_for(data, out)) == 0 and not reads
 
@@ -250,7 +252,7 @@ def test_a_checkpoint_that_would_run_code_is_refused_unread(data, solo, tmp_path
     torch.save({**solo.state, "extra": Malicious(str(trap))}, out / "ckpt.pt")
     (out / "ckpt.prev.pt").unlink()
     with pytest.raises(UserError, match="has no checkpoint that can be read"):
-        common.load_run(out)
+        load_run(out)
     assert not trap.exists()
 
 
@@ -354,8 +356,8 @@ def test_a_rank_that_is_not_to_speak_waits_for_rank_0_to_have_spoken(monkeypatch
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
         with pytest.raises(SystemExit):
-            common.or_exit(fail)
-        common.warn("mind it")
+            or_exit(fail)
+        warn("mind it")
     assert slept == [2] and capsys.readouterr().err == "error: mend it\nwarning: mind it\n"
 
 
@@ -406,7 +408,7 @@ def limit_files(size, checkpoint):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    on_call(checkpoint, "common.save_checkpoint", limited)
+    on_call(checkpoint, "save_checkpoint", limited)
 
 
 def fill_disk(folder, checkpoint):
@@ -417,7 +419,7 @@ def fill_disk(folder, checkpoint):
                 file.write(bytes(4096))
         return save(path, state)
 
-    on_call(checkpoint, "common.save_checkpoint", filled)
+    on_call(checkpoint, "save_checkpoint", filled)
 
 
 @contextlib.contextmanager
@@ -489,7 +491,7 @@ def test_a_log_that_nobody_can_take_does_not_end_a_run(data, solo, tmp_path):
 
 def sparse_shard(path, tokens):
     with open(path, "wb") as file:
-        file.write(common.shard_header(tokens))
+        file.write(shard_header(tokens))
         file.truncate(1024 + 2 * tokens)
 
 
@@ -582,7 +584,7 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, monkeypatch, capfd):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
-    common.lock_folder(tmp_path).close()
+    lock_folder(tmp_path).close()
     assert capfd.readouterr().err == f"warning: {tmp_path} cannot be locked (No locks available); make sure that no other process uses it\n"
 
 
@@ -691,14 +693,14 @@ def held():
 
 def look_at_what_is_held():
     """In updates 1,000 and 5,000."""
-    order = common.batch_windows
+    order = batch_windows
 
     def look(seed, step, batch, n_windows):
         if step + 1 in (1000, 5000):
             print("held", *held())
         return order(seed, step, batch, n_windows)
 
-    common.batch_windows = look
+    batch_windows = look
 
 
 def long_run(folder, out):

@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-import common
+from lib.errors import UserError
+from lib.run_folder import load_run
 import sample
-from test_common import ENV, ROOT
+from helpers import ENV, ROOT
 from test_train import config_for, data, run  # noqa: F401 - data is a fixture
 
 
@@ -68,7 +69,7 @@ class SmallTokenizer:
 
 def test_sample_continues_a_prompt_the_same_way_for_the_same_seed(data, tmp_path, capsys, monkeypatch):  # noqa: F811
     out = run(data, tmp_path / "out", dtype="float32").out
-    monkeypatch.setattr(common, "get_tokenizer", lambda name: SmallTokenizer)
+    monkeypatch.setattr(sample, "get_tokenizer", lambda name: SmallTokenizer)
     capsys.readouterr()
     said = []
     for extra in (["--seed", "1"], ["--seed", "1"], ["--seed", "2"], ["--temperature", "0"]):
@@ -76,7 +77,7 @@ def test_sample_continues_a_prompt_the_same_way_for_the_same_seed(data, tmp_path
         said.append(capsys.readouterr().out.split())
     assert said[0] == said[1] != said[2] and all(len(words) == 7 for words in said)  # the prompt and five more
     idx = torch.tensor([[1, *SmallTokenizer.encode_ordinary("ab")]])
-    assert said[3] == [str(token) for token in common.load_run(out)[0].generate(idx, 5, temperature=0)[0, 1:].tolist()]
+    assert said[3] == [str(token) for token in load_run(out)[0].generate(idx, 5, temperature=0)[0, 1:].tolist()]
 
 
 @pytest.mark.parametrize("shell, status, error", [("> /dev/full", 2, "error: cannot write the output: No space left on device\n"), ("| true", 1, "")])
@@ -90,6 +91,6 @@ def test_output_that_nobody_takes_is_no_traceback(data, tmp_path, shell, status,
 @pytest.mark.parametrize("words", [["nowhere"], ["nowhere", "--tokens", "0"], ["nowhere", "--device", "abacus"], ["nowhere", "--device", "cuda:99"],
                                    ["nowhere", "--seed", "99999999999999999999"], ["nowhere", "--seed", "-1"]])
 def test_sample_says_what_is_wrong_in_one_line(words):
-    with pytest.raises(common.UserError) as error:
+    with pytest.raises(UserError) as error:
         sample.main(words)
     assert "\n" not in str(error.value)

@@ -24,11 +24,15 @@ import numpy as np
 import pytest
 import torch
 
-import common
+from lib.config import TrainConfig
+from lib.errors import RankError, UserError, or_exit, warn
+from lib.files import lock_folder
+from lib.run_folder import load_run, read_metrics, save_checkpoint
+from lib.shards import SPLITS, Windows, load_manifest
 import model as model_py
 import train
-from common import TrainConfig, UserError
-from test_common import ENV, MACHINE, ROOT, write_folder, write_shard
+from helpers import ENV, ROOT, write_folder, write_shard
+from test_common import MACHINE
 
 CONTEXT, BATCH, VOCAB = 32, 8, 50  # BATCH: windows an update
 UPDATE = BATCH * CONTEXT  # tokens an update
@@ -46,13 +50,13 @@ TINY = dict(
 
 
 def split_of(windows):
-    return next(split for split in common.SPLITS if windows.paths[0].name.startswith(split))
+    return next(split for split in SPLITS if windows.paths[0].name.startswith(split))
 
 
 @contextlib.contextmanager
 def reading(before=None):
     """A list of (split, window ids) of every Windows.read meanwhile; before(split, number of this read) is called first."""
-    log, original = [], common.Windows.read
+    log, original = [], Windows.read
 
     def read(self, ids):
         log.append((split_of(self), [int(i) for i in ids]))
@@ -60,11 +64,11 @@ def reading(before=None):
             before(log[-1][0], sum(split == log[-1][0] for split, _ in log))
         return original(self, ids)
 
-    common.Windows.read = read
+    Windows.read = read
     try:
         yield log
     finally:
-        common.Windows.read = original
+        Windows.read = original
 
 
 def train_ids(log):
@@ -83,7 +87,7 @@ def run(data, out, before=None, status=0, **changes):
 
 
 def result(out, log=None):
-    records = common.read_metrics(Path(out) / "metrics.jsonl")
+    records = read_metrics(Path(out) / "metrics.jsonl")
     of = {kind: [r for r in records if r["kind"] == kind] for kind in ("train", "eval", "test")}
     state = torch.load(Path(out) / "ckpt.pt", weights_only=True)
     return types.SimpleNamespace(out=Path(out), reads=log, records=records, state=state, **of,
@@ -470,8 +474,8 @@ def test_a_bad_window_is_reported_by_the_rank_that_met_it(rank, data, tmp_path, 
     monkeypatch.setattr(train, "RANK", rank)
     monkeypatch.setattr(train, "WORLD", 2)
     gpt = train.build_model(config)
-    with pytest.raises(common.RankError, match=rf"rank {rank}.*val_0\.bin: token {rank * CONTEXT} is {VOCAB}, beyond the vocabulary"):
-        train.evaluate(gpt, common.Windows(bad, "val", CONTEXT, VOCAB), config, torch.device("cpu"), contextlib.nullcontext)
+    with pytest.raises(RankError, match=rf"rank {rank}.*val_0\.bin: token {rank * CONTEXT} is {VOCAB}, beyond the vocabulary"):
+        train.evaluate(gpt, Windows(bad, "val", CONTEXT, VOCAB), config, torch.device("cpu"), contextlib.nullcontext)
 
 
 # ---- evaluation ----
@@ -490,7 +494,7 @@ def test_the_value_does_not_depend_on_passes_or_ranks(data, tmp_path, monkeypatc
     """7 windows: no number of rows but 1 divides them. Two ranks are summed by hand."""
     base = dataclasses.replace(config_for(data, tmp_path), vocab_size=VOCAB)
     gpt = train.build_model(base)
-    windows = common.Windows(data.folder, "val", CONTEXT, VOCAB)
+    windows = Windows(data.folder, "val", CONTEXT, VOCAB)
     val = cut(data.tokens, "val")
     with torch.no_grad():
         expected = mean_nll(gpt, [val[i * 11 // 7] for i in range(7)]).item()
@@ -516,7 +520,7 @@ def test_evaluating_touches_no_generator_and_tracks_no_gradient(data, tmp_path):
     before = torch.get_rng_state(), np.random.get_state()[1].tolist(), np.random.get_state()[2]
     tracked = []
     gpt.register_forward_hook(lambda module, inputs, outputs: tracked.append(outputs[1].requires_grad))
-    train.evaluate(gpt, common.Windows(data.folder, "val", CONTEXT, VOCAB), config, torch.device("cpu"), contextlib.nullcontext)
+    train.evaluate(gpt, Windows(data.folder, "val", CONTEXT, VOCAB), config, torch.device("cpu"), contextlib.nullcontext)
     assert torch.equal(torch.get_rng_state(), before[0]) and (np.random.get_state()[1].tolist(), np.random.get_state()[2]) == before[1:]
     assert tracked == [False, False] and all(p.grad is None for p in gpt.parameters())
 
@@ -666,7 +670,7 @@ def test_sigterm_ends_the_script_with_75_and_sigkill_between_two_renames_loses_n
     killed = observed({"log": str(tmp_path / "log"), "sigkill": "ckpt.pt"}, tmp_path, *argv)
     assert killed.returncode == -signal.SIGKILL and not (tmp_path / "out" / "ckpt.pt").exists()
     assert torch.load(tmp_path / "out" / "ckpt.prev.pt", weights_only=True)["step"] == 3
-    assert [r["step"] for r in common.read_metrics(tmp_path / "out" / "metrics.jsonl") if r["kind"] == "train"] == [1, 2, 3, 4]
+    assert [r["step"] for r in read_metrics(tmp_path / "out" / "metrics.jsonl") if r["kind"] == "train"] == [1, 2, 3, 4]
     rest = run(data, tmp_path / "out")
     assert train_ids(rest.reads) == train_ids(solo.reads)[24:]
     assert_same_run(rest, solo)
@@ -711,8 +715,8 @@ def test_a_finished_run_run_again_does_nothing(data, solo, tmp_path, capfd):
 @pytest.mark.parametrize("interval, minutes, at", [(0, 1000, [6]), (0, 1e-9, [1, 2, 3, 4, 5, 6]), (4, 1000, [4, 6]), (0, 1, [2, 4, 6])])
 def test_checkpoints_come_by_the_clock_or_by_the_update(interval, minutes, at, data, solo, tmp_path, monkeypatch):
     """Whenever they come, the run is the same. In the last case an update takes 30.5 seconds."""
-    saves, original, now = [], common.save_checkpoint, [0.0]
-    monkeypatch.setattr(common, "save_checkpoint", lambda path, state: saves.append(state["step"]) or original(path, state))
+    saves, original, now = [], save_checkpoint, [0.0]
+    monkeypatch.setattr(train, "save_checkpoint", lambda path, state: saves.append(state["step"]) or original(path, state))
     if minutes == 1:
         monkeypatch.setattr(train.time, "perf_counter", lambda: now[0])
 
@@ -843,14 +847,14 @@ def test_checkpoints_load_into_the_model_by_its_own_names(solo, data, tmp_path):
 
 
 def test_tools_load_a_runs_model_by_its_folder(solo, tmp_path):
-    gpt, state = common.load_run(solo.out)
+    gpt, state = load_run(solo.out)
     assert gpt.config.variant == "rd" and state["step"] == 6
     assert all(torch.equal(w, solo.state["model"][name].float()) for name, w in gpt.state_dict().items())
     with pytest.raises(UserError, match=r"nowhere: has no checkpoint \(ckpt\.pt\)"):
-        common.load_run(tmp_path / "nowhere")
-    common.save_checkpoint(tmp_path / "ckpt.pt", {**solo.state, "config": solo.state["config"] | {"d_model": 64}})
+        load_run(tmp_path / "nowhere")
+    save_checkpoint(tmp_path / "ckpt.pt", {**solo.state, "config": solo.state["config"] | {"d_model": 64}})
     with pytest.raises(UserError, match=r"ckpt\.pt does not fit model\.py: "):
-        common.load_run(tmp_path)
+        load_run(tmp_path)
 
 
 def test_checkpoints_of_several_ranks_have_the_same_names(pair_of_ranks, solo):
@@ -862,7 +866,7 @@ def test_checkpoints_of_several_ranks_have_the_same_names(pair_of_ranks, solo):
 
 
 def test_a_second_process_on_a_run_folder_is_refused_while_the_first_trains(data, tmp_path):
-    lock = [sys.executable, "-c", "import common, sys; common.or_exit(common.lock_folder, sys.argv[1])", str(tmp_path / "out")]
+    lock = [sys.executable, "-c", "import sys; from lib.errors import or_exit; from lib.files import lock_folder; or_exit(lock_folder, sys.argv[1])", str(tmp_path / "out")]
     seen = []
 
     def second(split, read):
@@ -877,29 +881,29 @@ def test_a_second_process_on_a_run_folder_is_refused_while_the_first_trains(data
 def test_a_run_waits_for_the_other_process_only_with_wait(data, tmp_path, capfd):
     """The other one holds the folder until its stdin closes."""
     (tmp_path / "out").mkdir()
-    hold = "import common, sys; lock = common.lock_folder(sys.argv[1]); print('held', flush=True); sys.stdin.readline()"
+    hold = "import sys; from lib.files import lock_folder; lock = lock_folder(sys.argv[1]); print('held', flush=True); sys.stdin.readline()"
     with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path / "out")], env={**ENV, "PYTHONPATH": str(ROOT)}, text=True,
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:  # fmt: skip
         assert other.stdout.readline() == "held\n"
         with pytest.raises(UserError, match="out is in use by another process; let it end"):
             run(data, tmp_path / "out")
-        original, waited = common.warn, []
+        original, waited = warn, []
 
         def warn(message):  # said before it waits
             waited.append((message, (tmp_path / "out" / "config.json").exists()))
             other.stdin.close()
 
-        common.warn = warn
+        warn = warn
         try:
             run(data, tmp_path / "out", wait=True)
         finally:
-            common.warn = original
+            warn = original
     assert len(waited) == 1 and "is in use by another process; waiting" in waited[0][0] and not waited[0][1]
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_step_and_windows_and_keeps_the_checkpoint(data, tmp_path, capfd):
     with pytest.raises(SystemExit) as exit:
-        common.or_exit(train.main, config_for(data, tmp_path / "out", lr=1e300, grad_clip=0.0, checkpoint_interval=1), "tiny")
+        or_exit(train.main, config_for(data, tmp_path / "out", lr=1e300, grad_clip=0.0, checkpoint_interval=1), "tiny")
     assert exit.value.code == 2
     err = capfd.readouterr().err
     broken = result(tmp_path / "out")
@@ -932,7 +936,7 @@ def test_a_gradient_that_is_not_finite_never_reaches_the_weights(data, solo, tmp
 
 
 def test_a_checkpoint_that_train_did_not_write_is_refused(data, solo, tmp_path):
-    common.save_checkpoint(tmp_path / "ckpt.pt", {"model": solo.state["model"], "step": 3})
+    save_checkpoint(tmp_path / "ckpt.pt", {"model": solo.state["model"], "step": 3})
     with pytest.raises(UserError, match=r"ckpt\.pt has no config, data_id, optimizer: train\.py did not write it"):
         run(data, tmp_path)
 
@@ -945,7 +949,7 @@ def test_an_edited_checkpoint_is_refused_in_one_line(key, value, data, solo, tmp
         rows = 3 if value == "short moments" else 0
         optimizer["state"] = {i: {name: t[:rows] if t.ndim == 2 else t for name, t in moments.items()} for i, moments in optimizer["state"].items()} if rows else {}
         value = optimizer
-    common.save_checkpoint(tmp_path / "ckpt.pt", {**solo.state, key: value})
+    save_checkpoint(tmp_path / "ckpt.pt", {**solo.state, key: value})
     before = (tmp_path / "ckpt.pt").read_bytes()
     with pytest.raises(UserError, match=rf"{tmp_path}/ckpt\.pt .*name another --out_dir") as error:
         run(data, tmp_path, stop_tokens=6 * UPDATE)
@@ -1017,7 +1021,7 @@ def test_settings_that_cannot_run_are_refused_before_anything_is_written(changes
 def test_two_ranks_need_a_batch_that_both_share(data, tmp_path, monkeypatch):
     monkeypatch.setattr(train, "WORLD", 2)
     with pytest.raises(UserError, match="is not a multiple of 2 ranks x micro_batch 8"):
-        train.resolve(config_for(data, tmp_path, micro_batch=8), torch.device("cpu"), common.load_manifest(data.folder))
+        train.resolve(config_for(data, tmp_path, micro_batch=8), torch.device("cpu"), load_manifest(data.folder))
 
 
 def test_a_run_folder_that_cannot_be_written_is_named(data, tmp_path):

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-import common
+from lib.config import parse_config
+from lib.errors import or_exit
 import train
 
 
@@ -33,6 +34,6 @@ if __name__ == "__main__":
     HOW = sys.argv[1] if len(sys.argv) > 1 else ""
     if HOW not in ("apart", "together"):
         sys.exit("error: the first argument is apart or together, then what train.py takes")
-    config, name = common.or_exit(common.parse_config, sys.argv[2:], __doc__)
+    config, name = or_exit(parse_config, sys.argv[2:], __doc__)
     train.GPT = RandomStart
-    sys.exit(common.or_exit(train.main, config, name))
+    sys.exit(or_exit(train.main, config, name))
