@@ -1,18 +1,27 @@
-# make demo: text -> paired comparison of block and rd, on the CPU.   make test: the tests.   make soak: kill a run at random
-# moments (make soak SOAK="--kills 200 --seed 7").   All set up .venv first.
+# make demo   text -> paired comparison of block and rd, on the CPU
+# make test   style and tests; WORKERS=4 on four cores
+# make soak   kill a run at random moments; SOAK="--kills 200 --seed 7"
+# All set up .venv first.
 PYTHON ?= python3
+WORKERS ?= 2
 BIN := .venv/bin
 SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 .PHONY: demo test soak clean
+# glibc: keep freed pages mapped, below 32 MiB a tensor and 4 GiB in all. Saves 8-24 ms of page faults in a 600 ms step.
+# Both or neither: each alone switches off glibc's own adaptation and faults more than the defaults.
+demo: export MALLOC_TRIM_THRESHOLD_ = 4294967296
+demo: export MALLOC_MMAP_THRESHOLD_ = 33554432
 demo: .venv/runtime
 	$(BIN)/python prepare_data.py --source docs --tokenizer bytes --out data/docs-bytes --wait
 	PATH="$(CURDIR)/$(BIN):$$PATH" JOBS=2 OMP_NUM_THREADS=1 runs/pairs.sh configs/demo.toml "block rd" "1 2 3" --device=cpu
 	OMP_NUM_THREADS=1 $(BIN)/python diagnose.py out/demo
 
 test: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests
 
 soak: .venv/test
 	$(BIN)/python tests/soak.py $(SOAK)
@@ -28,4 +37,4 @@ soak: .venv/test
 	touch $@
 
 clean:  # keeps data/ and out/
-	rm -rf .venv .pytest_cache __pycache__ tests/__pycache__
+	rm -rf .venv .pytest_cache .ruff_cache {.,kernels,lib,tests}/__pycache__

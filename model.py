@@ -56,9 +56,6 @@ def wide(x):
     return x if x.dtype == torch.float64 else x.float()
 
 
-# ---- variants: one entry each ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Variant:
     """How the attention sublayers read depth: `groups` cuts the roles qkv, in this order, and each has one route."""

@@ -50,7 +50,7 @@ def use(reads, gpt, device, dtype):
 
 
 def difference(read, backend, dtype):
-    """What a backend computes otherwise than depth_read in a DepthRead module like `read`, in words; None where nothing.
+    """In words, what a backend computes otherwise than depth_read in a DepthRead module like `read`; None: nothing.
 
     Both read the same random sources with random parameters. Some sources are as small as norm_eps lets them count.
     """

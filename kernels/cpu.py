@@ -1,8 +1,8 @@
 """The depth read as one C kernel, cpu.c: for float32 and float64 on a CPU that has a C compiler.
 
-A read is the torch operator `rd_attnres::depth_read`, with a fake for the compiler and an autograd formula in closed form. So it
-works eagerly, inside a model compiled as one graph, and under DDP. CC or cc compiles cpu.c when a run starts, in half a second for
-each number of routes.
+A read is the torch operator `rd_attnres::depth_read`. It has a fake for torch.compile and an autograd formula in closed
+form, so it works eagerly, inside a model compiled as one graph, and under DDP. CC or cc compiles cpu.c when a run
+starts, in half a second for each number of routes.
 """
 
 import ctypes
@@ -16,11 +16,12 @@ from pathlib import Path
 
 import torch
 
+import model as definition
 from lib.errors import UserError, one_line
 
 REALS = {torch.float32: "float", torch.float64: "double"}
 SOURCE = Path(__file__).with_name("cpu.c")
-# Sums in any order, but no -ffast-math: NaN stays NaN, and linking with it would flush small numbers to zero everywhere.
+# Sums in any order, but no -ffast-math: NaN stays NaN. Linking with it would flush small numbers to zero everywhere.
 FLAGS = "-O3 -fno-math-errno -fassociative-math -fno-signed-zeros -fno-trapping-math -shared -fPIC".split()
 FASTER = "-march=native -funroll-loops -fopenmp".split()  # clang may come without OpenMP, the last
 
@@ -48,7 +49,7 @@ def library(dtype, D, R, normalised):
 
 
 def call(name, sources, w, normalised, eps, *arguments):
-    """Function `name` of the library. Of cpu.c's arguments a tensor goes as a pointer, a list of tensors as an array of them."""
+    """Function `name` of the library, with cpu.c's arguments: a tensor as a pointer, a list as an array of pointers."""
 
     def pointer(x):
         if torch.is_tensor(x):
@@ -122,7 +123,7 @@ def backward(ctx, gradients):
     sources, (*queries, key_gain, scalars), norm_gain = split(ctx.saved_tensors, ctx.K, ctx.R + 2)
     d_outputs = [torch.zeros_like(sources[0]) if d is None else d for d in gradients[: ctx.R]]
     norm_gain = norm_gain[0] if ctx.normalised else None
-    *d_sources, sums = getattr(torch.ops.rd_attnres, "depth_read_backward")(
+    *d_sources, sums = torch.ops.rd_attnres.depth_read_backward(
         d_outputs, scalars, sources, queries, key_gain, ctx.eps, norm_gain
     )
     d_w, d_norm_gain = sums[: ctx.R], sums[ctx.R] if ctx.normalised else None
@@ -135,9 +136,21 @@ def split(tensors, K, R):
     return list(tensors[:K]), tensors[K : K + R], tensors[K + R :]
 
 
+def no_second_derivative(ctx, *_):
+    """Without this PyTorch would warn and take the second derivative for zero."""
+    raise RuntimeError("kernels/cpu.c has first derivatives only: model.py's depth_read (--reads=plain) has all")
+
+
 torch.library.register_autograd(OPERATOR, backward, setup_context=setup_context)
+torch.library.register_autograd(BACKWARD, no_second_derivative)
 
 
 def depth_read(sources, queries, key_gain, eps, norm_gain=None):
-    """model.py's depth_read by the kernel. The alphas are None: the kernel keeps logits for its backward alone."""
+    """model.py's depth_read by the kernel. The alphas are None: the kernel keeps logits for its backward alone.
+
+    What is not all float32 or all float64 (autocast holds sources in half precision) goes to model.py's depth_read.
+    """
+    gain = key_gain if norm_gain is None else norm_gain
+    if {x.dtype for x in (*sources, *queries, key_gain, gain)} not in ({torch.float32}, {torch.float64}):
+        return definition.depth_read(sources, queries, key_gain, eps, norm_gain)
     return torch.ops.rd_attnres.depth_read(sources, queries, key_gain, eps, norm_gain)[:-1], None

@@ -1,9 +1,9 @@
-"""What a user can mend, said in one line, and what a run says while it goes."""
+"""What a script says to its user: a mistake in one line and an exit status, warnings, progress."""
 
+import argparse
 import os
 import sys
 import time
-
 
 
 class UserError(Exception):
@@ -11,18 +11,29 @@ class UserError(Exception):
 
 
 class RankError(UserError):
-    """A UserError that one rank of several met alone: every rank prints its own. Of the others rank 0 speaks for all."""
+    """A UserError that only this rank met, so every rank prints its own. A plain UserError is the same on all ranks."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are UserErrors."""
+
+    def error(self, message):
+        raise UserError(f"command line: {message}; see {self.prog} --help")
+
+
+def is_rank_0():
+    return os.environ.get("RANK", "0") == "0"  # torchrun sets it
 
 
 def or_exit(function, *arguments):
-    """function(*arguments), but a UserError becomes one line on stderr and exit status 2."""
+    """function(*arguments). A UserError becomes one line on stderr and exit status 2, Ctrl-C one line and 130."""
     try:
         return function(*arguments)
     except UserError as error:
-        if isinstance(error, RankError) or os.environ.get("RANK", "0") == "0":
+        if isinstance(error, RankError) or is_rank_0():
             print(f"error: {error}", file=sys.stderr, flush=True)
         else:
-            time.sleep(2)  # the first rank to end ends all under torchrun: let rank 0 speak
+            time.sleep(2)  # torchrun ends all ranks when the first one ends: let rank 0 speak
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted: the same command goes on from what is complete", file=sys.stderr, flush=True)
@@ -30,8 +41,11 @@ def or_exit(function, *arguments):
 
 
 def run_main(main):
-    """Run a script: main() returns its exit status. It ends with 1 and without a word where the reader of its output has gone
-    (`| head`), with one line where the output cannot be written."""
+    """Run a script and exit: main() returns the exit status.
+
+    Exits with 1, silently, where the output's reader has gone (`| head`), and with 2 and one line where the output
+    cannot be written.
+    """
     try:
         status = or_exit(main)
         sys.stdout.flush()
@@ -46,9 +60,8 @@ def run_main(main):
 
 
 def log(message):
-    """One line on stdout, from rank 0 alone. Where nobody can take it any more - its reader has gone, the disk under it is full -
-    the run goes on without."""
-    if os.environ.get("RANK", "0") == "0":
+    """One line on stdout, from rank 0 alone. Where stdout fails (reader gone, disk full), later lines go nowhere."""
+    if is_rank_0():
         try:
             print(message, flush=True)
         except OSError:
@@ -56,11 +69,11 @@ def log(message):
 
 
 def warn(message):
-    """One line on stderr; of several ranks rank 0's alone."""
-    if os.environ.get("RANK", "0") == "0":
+    """One line on stderr, from rank 0 alone."""
+    if is_rank_0():
         print(f"warning: {message}", file=sys.stderr, flush=True)
 
 
 def one_line(error):
-    """An exception's whole text in one line: torch names the tensor on the second one."""
+    """An exception's text as one line. The whole text: torch names the tensor on the second line."""
     return " ".join(str(error).split())[:300]
