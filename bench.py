@@ -8,6 +8,7 @@ A step is one update as train.py does it (forward, backward, clip, optimiser) ov
 times one step of every variant, in a new order: what slows the machine falls on all alike. A ratio compares medians,
 and its interval comes from resampling whole rounds, some 20 or more. Beside it stands the median of the rounds' own
 ratios. Slow moments that last longer than a round cancel there: it is steadier on a machine that others share.
+On a CPU set malloc's thresholds as runs/pairs.sh does: freed pages stay mapped from step to step.
 results/speed/scaling.py has the cost against L, N and D, and of a second rank.
 
     kept MiB        what autograd keeps for the backward of one pass: each storage once, without the parameters
@@ -196,7 +197,7 @@ def peak_flops(config, device):
 
 
 def child(argv, name):
-    """One entrant in a process of its own -> its seconds to compile and its peak resident bytes: {"compile_s", "rss"}."""
+    """One entrant in a process of its own -> {"compile_s": seconds, "rss": peak resident bytes}."""
     return in_child(__file__, *argv, f"--variants={name}", "--child")
 
 

@@ -1,6 +1,8 @@
-"""Text from a run.
+"""Text from a run, continuing a prompt.
 
-python sample.py out/demo/rd-s1 --prompt "Return the" --tokens 300 --temperature 0.8 --top-k 50 --seed 1
+    python sample.py out/demo/rd-s1 --prompt "Return the" --tokens 300 --temperature 0.8 --top-k 50 --seed 1
+
+The draws are a function of --seed alone.
 """
 
 import argparse
@@ -16,9 +18,7 @@ def main(argv=None):
     parser.add_argument("run", help="a run's folder, such as out/demo/rd-s1")
     parser.add_argument("--prompt", default="", help="text to continue; empty: the start of a document")
     parser.add_argument("--tokens", type=int, default=200, help="tokens to add (default: %(default)s)")
-    parser.add_argument(
-        "--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: %(default)s)"
-    )
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (default: %(default)s)")
     parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens only (default: from all)")
     parser.add_argument("--seed", type=int, default=1, help="of the draws (default: %(default)s)")
     parser.add_argument("--device", default="cpu", help="default: %(default)s")

@@ -57,7 +57,7 @@ def difference(read, backend, dtype):
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
 
     read = copy.deepcopy(read).to("cpu", dtype)
     D = read.key_norm.weight.numel()

@@ -162,9 +162,8 @@ EDITS = {  # edit: (what stands in depth_read once, what replaces it, a function
 }
 
 
-def edit(name, monkeypatch):
-    """Make one of EDITS in model.depth_read, in its text as a user would: that it is one place is the point."""
-    snippet, replacement, *_ = EDITS[name]
+def edit(snippet, replacement, monkeypatch):
+    """Edit model.depth_read in its text, as a user would. That it is one place is the point."""
     source = inspect.getsource(model.depth_read)
     assert source.count(snippet) == 1, f"{snippet!r} must stand in model.depth_read once"
     namespace = dict(vars(model))

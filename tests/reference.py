@@ -1,13 +1,13 @@
-"""A slow second opinion: the model written from the equations alone, to hold model.py to. It imports nothing from model.py.
+"""A slow second opinion: the model written from the equations alone. It imports nothing from model.py.
 
-Block AttnRes is arXiv:2603.15031, role-decoupled routes (RD-AttnRes) arXiv:2608.01075; RMSNorm arXiv:1910.07467, RoPE
-arXiv:2104.09864 (on halves), SwiGLU arXiv:2002.05202. Everything is elementary torch in the dtype of `params` (float64 in
-the tests), so that autograd gives the reference gradients. Nothing is cached, fused, grouped or running.
+Papers: Block AttnRes arXiv:2603.15031, role-decoupled routes (RD-AttnRes) arXiv:2608.01075, RMSNorm arXiv:1910.07467,
+RoPE arXiv:2104.09864 (on halves), SwiGLU arXiv:2002.05202. Everything is elementary torch in the dtype of `params`,
+float64 in the tests, and autograd gives the reference gradients. Nothing is cached, fused, grouped or running.
 
-    B batch   T tokens   D width   L layers   N blocks   S = 2L / N sublayers a block   K sources of a read   V padded vocabulary
-    H heads   E = D / H head width   F width of the MLP
+    B batch   T tokens   D width   L layers   N blocks   S = 2L / N sublayers a block   K sources of a read
+    H heads   E = D / H head width   F width of the MLP   V padded vocabulary
 
-Sublayer i = 0 .. 2L-1 (attention if i is even, MLP if odd) has output o_i (B, T, D) and lies in block n = i // S, counted from 0 here:
+Sublayer i = 0 .. 2L-1 is attention if i is even, MLP if odd. Its output is o_i (B, T, D), its block n = i // S, from 0:
 
     b_0 = embedding                            b_m = sum of o_j over the sublayers j of the m-th block, m = 1 .. N
     p   = sum of o_j, nS <= j < i              the current block so far; absent for the first sublayer of a block
@@ -18,39 +18,40 @@ A read with route query w (D,) and key gain g (D,), the gain shared by all route
 
     rms(s) = sqrt(mean(s^2) + eps)     l_k = w . (g * s_k / rms(s_k))     alpha = softmax_k(l)     h = sum_k alpha_k s_k
 
-Attention reads once for each of the roles q, k and v; roles that share a query share a mixture because they compute the same one.
+Attention reads once for each of the roles q, k and v. Roles with one query compute the same mixture.
 """
+
 import math
 
 import torch
 
-# The query parameter each of the roles q, k, v reads with. UNIFORM is a route that never learns: every source counts 1/K.
+# The query parameter that each of the roles q, k, v reads with. UNIFORM never learns: every source counts 1/K.
 UNIFORM = "uniform"
 QUERY_OF_ROLE = {
-    "block":    {"q": "query", "k": "query",   "v": "query"},
-    "rd":       {"q": "query", "k": "query",   "v": "query_v"},
-    "tied":     {"q": "query", "k": "query",   "v": "query"},
-    "average":  {"q": "query", "k": "query",   "v": "query_v"},
-    "frozen_v": {"q": "query", "k": "query",   "v": UNIFORM},
-    "q_kv":     {"q": "query", "k": "query_kv", "v": "query_kv"},
-    "q_k_v":    {"q": "query", "k": "query_k", "v": "query_v"},
+    "block": {"q": "query", "k": "query", "v": "query"},
+    "rd": {"q": "query", "k": "query", "v": "query_v"},
+    "tied": {"q": "query", "k": "query", "v": "query"},
+    "average": {"q": "query", "k": "query", "v": "query_v"},
+    "frozen_v": {"q": "query", "k": "query", "v": UNIFORM},
+    "q_kv": {"q": "query", "k": "query_kv", "v": "query_kv"},
+    "q_k_v": {"q": "query", "k": "query_k", "v": "query_v"},
 }
-# The names under which the routes are reported, and the role that each name's weights are taken from.
+# The names under which routes are reported, and the role whose weights each reports.
 REPORTED_ROUTES = {
-    "block":    {"qkv": "q"},
-    "rd":       {"qk": "q", "v": "v"},
-    "tied":     {"qk": "q", "v": "v"},
-    "average":  {"qk": "q", "v": "v"},
+    "block": {"qkv": "q"},
+    "rd": {"qk": "q", "v": "v"},
+    "tied": {"qk": "q", "v": "v"},
+    "average": {"qk": "q", "v": "v"},
     "frozen_v": {"qk": "q", "v": "v"},
-    "q_kv":     {"q": "q", "kv": "k"},
-    "q_k_v":    {"q": "q", "k": "k", "v": "v"},
+    "q_kv": {"q": "q", "kv": "k"},
+    "q_k_v": {"q": "q", "k": "k", "v": "v"},
 }
 
 
 def forward(params, config, idx):
-    """{parameter name: tensor}, a config with ModelConfig's attributes, idx (B, T) -> {"logits": (B, T, V), "routes": [...]}.
+    """params {name: tensor}, a config like ModelConfig, idx (B, T) -> {"logits": (B, T, V), "routes": [...]}.
 
-    "routes" has one dict a layer, {route name: alpha (K, B, T), "mlp": alpha}, then {"final": alpha}; it is empty for prenorm.
+    "routes" has one dict a layer, {route name: alpha (K, B, T), "mlp": alpha}, then {"final": alpha}. prenorm has none.
     """
     L, eps = config.n_layer, config.norm_eps
     embedding = params["tok_emb.weight"][idx]
@@ -72,10 +73,12 @@ def forward(params, config, idx):
             if is_attention:
                 inputs, alphas = {}, {}
                 for role, query in QUERY_OF_ROLE[config.variant].items():
-                    alphas[role] = uniform_weights(sources) if query == UNIFORM else route_weights(
-                        params[read + query], key_gain, sources, eps)
+                    if query == UNIFORM:
+                        alphas[role] = uniform_weights(sources)
+                    else:
+                        alphas[role] = route_weights(params[read + query], key_gain, sources, eps)
                     inputs[role] = mixture(alphas[role], sources)
-                if config.variant == "average":  # both routes are computed, then every role gets the mean of the two mixtures
+                if config.variant == "average":  # every role gets the mean of the two mixtures
                     mean = (inputs["q"] + inputs["v"]) / 2
                     inputs = {role: mean for role in "qkv"}
                 routes.append({name: alphas[role] for name, role in REPORTED_ROUTES[config.variant].items()})
@@ -86,10 +89,12 @@ def forward(params, config, idx):
 
         if is_attention:
             x = {role: rms_norm(inputs[role], norm_gain, eps) for role in "qkv"}
-            outputs.append(attention(x["q"], x["k"], x["v"], params[layer + "attn.qkv.weight"], params[layer + "attn.out.weight"], config))
+            w_qkv, w_out = params[layer + "attn.qkv.weight"], params[layer + "attn.out.weight"]
+            outputs.append(attention(x["q"], x["k"], x["v"], w_qkv, w_out, config))
         else:
             x = rms_norm(inputs, norm_gain, eps)
-            outputs.append(mlp(x, params[layer + "mlp.gate_up.weight"], params[layer + "mlp.down.weight"], config))
+            w_gate_up, w_down = params[layer + "mlp.gate_up.weight"], params[layer + "mlp.down.weight"]
+            outputs.append(mlp(x, w_gate_up, w_down, config))
 
     if config.variant == "prenorm":
         h = total([embedding] + outputs)
@@ -103,7 +108,7 @@ def forward(params, config, idx):
 
 
 def nll(logits, targets):
-    """logits (B, T, V), targets (B, T) -> scalar: mean of log sum exp(logits) - logits[target], in nats, over targets that are not -100."""
+    """logits (B, T, V), targets (B, T) -> mean of log sum exp(logits) - logits[target] in nats. -100 is no target."""
     terms = []
     for b in range(targets.shape[0]):
         for t in range(targets.shape[1]):
@@ -112,7 +117,8 @@ def nll(logits, targets):
     return total(terms) / len(terms)
 
 
-# ---- sources ----
+# ---- sources ---------------------------------------------------------------------------------------------------------
+
 
 def sublayers_of_block(n, config):
     """The indices of the sublayers in the n-th block, n = 0 .. N-1."""
@@ -143,7 +149,8 @@ def total(tensors):
     return result
 
 
-# ---- the depth read ----
+# ---- the depth read --------------------------------------------------------------------------------------------------
+
 
 def route_weights(query, key_gain, sources, eps):
     """query (D,), key_gain (D,), K sources (B, T, D) -> alpha (K, B, T), which sums to one over K."""
@@ -171,7 +178,8 @@ def softmax(l):
     return [x / total(e) for x in e]
 
 
-# ---- sublayers ----
+# ---- sublayers -------------------------------------------------------------------------------------------------------
+
 
 def rms_norm(x, gain, eps):
     """x (..., D), gain (D,) -> gain * x / sqrt(mean(x^2) + eps)."""
@@ -179,7 +187,7 @@ def rms_norm(x, gain, eps):
 
 
 def rotate(x, position, theta):
-    """x (B, E) at one position: halves (a, b) -> (a cos - b sin, b cos + a sin), angle_j = position * theta^(-2j / E)."""
+    """x (B, E) at one position: halves (a, b) -> (a cos - b sin, b cos + a sin), angle_j = position theta^(-2j / E)."""
     E = x.shape[-1]
     a, b = x[:, : E // 2], x[:, E // 2 :]
     angle = torch.tensor([position * theta ** (-2 * j / E) for j in range(E // 2)], dtype=x.dtype)
@@ -188,7 +196,7 @@ def rotate(x, position, theta):
 
 
 def attention(x_q, x_k, x_v, w_qkv, w_out, config):
-    """x_q, x_k, x_v (B, T, D), w_qkv (3D, D) with rows q, k, v, w_out (D, D) -> (B, T, D). Causal, scores over sqrt(E)."""
+    """x_q, x_k, x_v (B, T, D), w_qkv (3D, D; rows q, k, v), w_out (D, D) -> (B, T, D). Causal, scores over sqrt(E)."""
     B, T, D = x_q.shape
     E = D // config.n_head
     q, k, v = x_q @ w_qkv[:D].T, x_k @ w_qkv[D : 2 * D].T, x_v @ w_qkv[2 * D :].T

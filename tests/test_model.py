@@ -296,8 +296,8 @@ def test_a_faulty_average_shows(forward, monkeypatch):
 @pytest.mark.parametrize("name", EDITS)
 @pytest.mark.parametrize("variant", ["block", "rd"])
 def test_an_edit_of_the_read_is_one_place_and_gradients_follow(variant, name, monkeypatch):
-    *_, function, replacement = EDITS[name]
-    edit(name, monkeypatch)
+    snippet, edited, function, replacement = EDITS[name]
+    edit(snippet, edited, monkeypatch)
     assert errors_against_reference(variant)["logits"] > 1e-6  # it is another model
     monkeypatch.setattr(reference, function, replacement)
     error, what = worst(errors_against_reference(variant))

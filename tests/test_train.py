@@ -320,6 +320,7 @@ def test_frozen_queries_stay_zero_and_have_no_optimizer_state(data, tmp_path):
 # ---- several ranks ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_two_ranks_are_the_same_run_as_one(pair_of_ranks, solo):
     """Losses, gradient norms, validation and records are those of the global batch."""
     assert [r["step"] for r in pair_of_ranks.train] == [1, 2, 3, 4]
@@ -329,6 +330,7 @@ def test_two_ranks_are_the_same_run_as_one(pair_of_ranks, solo):
     assert pair_of_ranks.eval[0]["val_nll"] == pytest.approx(solo.eval[0]["val_nll"], rel=1e-12)
 
 
+@pytest.mark.slow
 def test_ranks_slice_each_batch_and_share_the_evaluation(pair_of_ranks, solo):
     reads = [log["reads"] for log in pair_of_ranks.logs]
     ids = [train_ids(r) for r in reads]
@@ -341,11 +343,13 @@ def test_ranks_slice_each_batch_and_share_the_evaluation(pair_of_ranks, solo):
     assert val == [[spread[0:2], spread[4:6]], [spread[2:4], [spread[6]] * 2]]
 
 
+@pytest.mark.slow
 def test_gradients_meet_once_an_update_after_its_last_pass(pair_of_ranks):
     for log in pair_of_ranks.logs:
         assert log["synced_after_reads"] == [2, 4, 6, 8]
 
 
+@pytest.mark.slow
 def test_one_rank_told_to_stop_stops_all_and_another_number_of_ranks_goes_on(pair_of_ranks, solo, data, tmp_path):
     said = pair_of_ranks.process
     assert "exitcode  : 75" in said.stderr and said.stdout.count("told to stop; saved at step 4") == 1
@@ -783,6 +787,7 @@ def test_tools_load_a_runs_model_by_its_folder(solo, tmp_path):
         load_run(tmp_path)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_several_ranks_have_the_same_names(pair_of_ranks, solo):
     assert list(pair_of_ranks.state["model"]) == list(solo.state["model"])
     groups = [done.state["optimizer"]["param_groups"] for done in (pair_of_ranks, solo)]

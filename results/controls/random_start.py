@@ -1,10 +1,12 @@
-"""train.py with attention queries that start at random, not at zero: `apart`, a draw for each route; `together`, one for all routes of a layer.
+"""train.py with attention queries that start at random, not at zero.
 
     python results/controls/random_start.py apart apart.toml --variant=average --seed=1 --device=cpu
 
-apart.toml: a copy of a config, whose name names the run's folder. The draws are N(0, 0.05), the size that trained queries have at xs,
-from a generator of their own: everything else starts and goes on as in train.py.
+`apart` is a draw for each route, `together` one for all routes of a layer. apart.toml is a copy of a config, whose name
+names the run's folder. The draws are N(0, 0.05), the size that trained queries have at xs. They come from a
+generator of their own: everything else starts and goes on as in train.py.
 """
+# ruff: noqa: E402 - the repository's root comes onto the path first
 
 import sys
 from pathlib import Path
@@ -12,9 +14,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+import train
 from lib.config import parse_config
 from lib.errors import or_exit
-import train
 
 
 class RandomStart(train.GPT):
@@ -24,7 +26,7 @@ class RandomStart(train.GPT):
         generator = torch.Generator().manual_seed(torch.initial_seed())
         for layer in self.layers:
             draw = None
-            for name in layer.attn_read.queries:
+            for name in layer.attn_read.names:
                 if draw is None or HOW == "apart":
                     draw = 0.05 * torch.randn(self.config.d_model, generator=generator)
                 getattr(layer.attn_read, name).copy_(draw)

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Speed and memory on one GPU, then 200 steps of S on real tokens; about ten minutes on an H100, most of it compiling.
+# Speed and memory on one GPU, then 200 steps of S on real tokens. Most of the time is compiling: minutes a variant.
 #
 #   results/speed/gpu.sh [--key=value ...]      keys of train.py, for both scripts, after this file's own
 #   DATA=FOLDER        shards of GPT-2 tokens (default data/docs-gpt2, prepared here where it is missing)
@@ -19,16 +19,16 @@ part() { printf '\n== %s\n' "$*"; timeout -k 10 "$limit" "$@" || { echo "FAILED 
 
 for name in ${PARTS:-s train m}; do
     case $name in
-        s)  limit=240 part python bench.py configs/s.toml --variants=plain,prenorm,block,rd --data_dir="$DATA" --device=cuda --dtype=bfloat16 \
+        s)  limit=1500 part python bench.py configs/s.toml --variants=plain,prenorm,block,rd --data_dir="$DATA" --device=cuda --dtype=bfloat16 \
                 --compile=true --micro_batch=32 --batch_tokens=65536 "$@" --json="$OUT/s.json" ;;
-        m)  limit=300 part python bench.py configs/m.toml --variants=prenorm,block,rd --data_dir="$DATA" --device=cuda --dtype=bfloat16 \
+        m)  limit=1500 part python bench.py configs/m.toml --variants=prenorm,block,rd --data_dir="$DATA" --device=cuda --dtype=bfloat16 \
                 --compile=true --micro_batch=16 --batch_tokens=32768 --rounds=15 "$@" --json="$OUT/m.json" ;;
         train)
             rm -rf "$OUT/train"
-            TORCH_LOGS=recompiles limit=240 part python train.py configs/s.toml --variant=rd --data_dir="$DATA" --device=cuda --dtype=bfloat16 \
+            TORCH_LOGS=recompiles limit=900 part python train.py configs/s.toml --variant=rd --data_dir="$DATA" --device=cuda --dtype=bfloat16 \
                 --compile=true --micro_batch=32 --batch_tokens=65536 --max_tokens=13107200 --warmup_tokens=1310720 --milestones= \
                 --eval_tokens=262144 --eval_interval=50 "$@" --out_dir="$OUT/train" > "$OUT/train.log" 2>&1
-            # a sublayer has a few graphs (with a running sum or without, training or not): all are there after the first evaluation
+            # the model has two graphs, with gradients and without: both are there after the first evaluation
             awk '/ validation /{ seen = 1 } seen && /[Rr]ecompil/' "$OUT/train.log" > "$OUT/recompiles.txt"
             python - "$OUT" <<'END' || failed=1
 import json, sys
