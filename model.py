@@ -25,7 +25,6 @@ from torch import nn
 from torch.nn import functional as F
 
 
-# ---- the depth read --------------------------------------------------------------------------------------------------
 def depth_read(sources, queries, key_gain, eps, norm_gain=None):
     """Softmax mixtures of depth: K sources (B, T, D), R queries (D,) -> R mixtures (B, T, D), R alphas (K, B, T).
 
@@ -121,7 +120,6 @@ class ModelConfig:
         return 2 * self.n_layer // self.n_blocks
 
 
-# ---- layers ----------------------------------------------------------------------------------------------------------
 class RMSNorm(nn.Module):
     """rms_norm with a learned gain, one at the start."""
 
@@ -187,12 +185,12 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(B, T, D))
 
 
-def rope_angles(start, length, config, like):
-    """cos, sin (length, head_dim / 2) of positions start .. start + length - 1; f_j = theta^(-2j / head_dim)."""
+def rope_angles(config, like):
+    """cos, sin (context, head_dim / 2) of position * f_j, f_j = theta^(-2j / head_dim), in float32 at least."""
     head_dim = config.d_model // config.n_head
     dtype = torch.promote_types(like.dtype, torch.float32)
     frequencies = config.rope_theta ** (-torch.arange(0, head_dim, 2, device=like.device, dtype=dtype) / head_dim)
-    angles = torch.arange(start, start + length, device=like.device, dtype=dtype)[:, None] * frequencies
+    angles = torch.arange(config.context, device=like.device, dtype=dtype)[:, None] * frequencies
     return angles.cos(), angles.sin()
 
 
@@ -230,7 +228,6 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
 class GPT(nn.Module):
     """The decoder. `read` computes its depth reads: depth_read, or a faster function of the same arguments."""
 
@@ -241,14 +238,18 @@ class GPT(nn.Module):
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.n_layer))
         self.final_read = DepthRead(config, ("final",)) if self.variant.routed else StreamRead()
         self.final_norm = RMSNorm(config)
+        self.rope = rope_angles(config, self.tok_emb.weight)  # a table, or a compiled layer would take cosines anew
         self.init_weights()
+
+    def _apply(self, fn, recurse=True):
+        """What moves or casts the parameters moves RoPE's table too, without rounding it to less than float32."""
+        super()._apply(fn, recurse)
+        self.rope = rope_angles(self.config, self.tok_emb.weight)
+        return self
 
     @torch.no_grad()
     def init_weights(self):
-        """Matrices from N(0, init_std), those that write into a sum divided by sqrt(2L); queries 0, gains 1.
-
-        Only matrices draw from torch's generator, and every variant has the same: shared parameters are bitwise equal.
-        """
+        """Matrices from N(0, init_std), those that write into a sum / sqrt(2L): the same draws in every variant."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 writes = name.endswith(("attn.out.weight", "mlp.down.weight"))
@@ -262,7 +263,6 @@ class GPT(nn.Module):
 
     def states(self, idx, caches=None, start=0, read=None, trace=None):
         """Token ids (B, T) at positions start .. start + T - 1 -> final normalised states (B, T, D).
-
         caches: one dict a layer, for generation. trace: a list that takes each read's alphas, in order.
         """
         if idx.ndim != 2 or not idx.numel():
@@ -272,7 +272,7 @@ class GPT(nn.Module):
         embedding, read, trace = self.tok_emb(idx), read or self.read, [] if trace is None else trace
         if torch.is_autocast_enabled(idx.device.type):
             embedding = embedding.to(torch.get_autocast_dtype(idx.device.type))  # sources in bf16: half the bytes
-        rope = rope_angles(start, idx.shape[1], self.config, self.tok_emb.weight)
+        rope = [x[start : start + idx.shape[1]] for x in self.rope]
         finished, running = ([embedding], None) if self.variant.routed else ([], embedding)
         for i in range(2 * self.config.n_layer):
             layer, sources = self.layers[i // 2], finished if running is None else [*finished, running]
@@ -308,7 +308,6 @@ class GPT(nn.Module):
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Continue idx (B, T) by ids < vocab_size -> (B, T + max_new_tokens). Temperature 0 takes the likeliest.
-
         Keys and values are cached while the text fits the context. Past it positions move: all is recomputed.
         """
         if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):

@@ -75,7 +75,7 @@ def empty_outputs(sources, queries):
 
 
 @torch.library.impl(OPERATOR, "cpu")
-def forward(sources, queries, key_gain, eps, norm_gain):
+def run_forward(sources, queries, key_gain, eps, norm_gain):
     """K sources (B, T, D), R queries (D,) -> R mixtures (B, T, D), normalised if norm_gain, and cpu.c's scalars."""
     sources, w = [s.contiguous() for s in sources], torch.stack(queries) * key_gain
     outputs = empty_outputs(sources, queries)
@@ -85,7 +85,7 @@ def forward(sources, queries, key_gain, eps, norm_gain):
 
 
 @torch.library.impl(BACKWARD, "cpu")
-def forward_of_backward(d_outputs, scalars, sources, queries, key_gain, eps, norm_gain):
+def run_backward(d_outputs, scalars, sources, queries, key_gain, eps, norm_gain):
     """Gradients of the R mixtures -> of the K sources, and (R + 1, D): of the directions g * w and of norm_gain."""
     sources, w = [s.contiguous() for s in sources], torch.stack(queries) * key_gain
     threads, (R, D) = torch.get_num_threads(), w.shape

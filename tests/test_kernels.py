@@ -435,6 +435,23 @@ def test_an_edited_read_is_what_the_run_computes(name, variant, dtype, monkeypat
         assert_one_line_says_so(capsys.readouterr())
 
 
+@pytest.mark.parametrize(
+    "weights",
+    [
+        "(30 * (l / 30).tanh()).softmax(0)",
+        "l.clamp(-10, 10).softmax(0)",
+        "l.masked_fill(l < l.topk(min(3, len(l)), 0).values[-1:], -math.inf).softmax(0)",  # of three sources
+        "(l / (2 if len(l) > 4 else 1)).softmax(0)",
+        "l.softmax(0) * (l.softmax(0) > 0.05)",
+        "(1.02 * l).softmax(0)",
+    ],
+)
+def test_an_edit_that_shows_in_large_logits_or_many_sources_alone(weights, monkeypatch, capsys):
+    edit("l.softmax(0)", weights, monkeypatch)
+    assert use("cpu") == ("plain", model.depth_read)
+    assert_one_line_says_so(capsys.readouterr())
+
+
 class WithTemperature(DepthRead):
     """A read with a learned temperature, 1 at the start: one query more for a definition that takes it."""
 

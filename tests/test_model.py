@@ -663,8 +663,14 @@ def test_generation_with_cache_is_generation_without(variant, prompt, new):
 
 def test_positions_that_start_at_zero_again_show(monkeypatch):
     """Greedy text of a random model is varied enough for the test above to notice."""
-    angles = model.rope_angles
-    monkeypatch.setattr(model, "rope_angles", lambda start, *rest: angles(0, *rest))
+    forward = Attention.forward
+
+    def faulty(self, inputs, rope, cache=None):
+        cos, sin = rope
+        at_zero = (torch.ones_like(cos), torch.zeros_like(sin))
+        return forward(self, inputs, at_zero if cache else rope, cache)  # with a past there is one token
+
+    monkeypatch.setattr(Attention, "forward", faulty)
     assert not torch.equal(*greedy_with_and_without_cache("rd", prompt=4, new=6))
 
 
