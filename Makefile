@@ -9,10 +9,6 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 .PHONY: demo test soak clean
-# glibc: keep freed pages mapped, below 32 MiB a tensor and 4 GiB in all. Saves 8-24 ms of page faults in a 600 ms step.
-# Both or neither: each alone switches off glibc's own adaptation and faults more than the defaults.
-demo: export MALLOC_TRIM_THRESHOLD_ = 4294967296
-demo: export MALLOC_MMAP_THRESHOLD_ = 33554432
 demo: .venv/runtime
 	$(BIN)/python prepare_data.py --source docs --tokenizer bytes --out data/docs-bytes --wait
 	PATH="$(CURDIR)/$(BIN):$$PATH" JOBS=2 OMP_NUM_THREADS=1 runs/pairs.sh configs/demo.toml "block rd" "1 2 3" --device=cpu
@@ -21,7 +17,7 @@ demo: .venv/runtime
 test: .venv/test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) tests
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist=worksteal tests
 
 soak: .venv/test
 	$(BIN)/python tests/soak.py $(SOAK)

@@ -202,7 +202,7 @@ def rotate(x, rope):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate) * up)."""
+    """SwiGLU: down(silu(gate) * up). Two products, as the halves of one would be joined again in the backward."""
 
     def __init__(self, config):
         super().__init__()
@@ -210,7 +210,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(config.d_mlp, config.d_model, bias=False)
 
     def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, -1)
+        gate, up = (F.linear(x, weight) for weight in self.gate_up.weight.chunk(2))
         return self.down(F.silu(gate) * up)
 
 

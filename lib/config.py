@@ -78,7 +78,7 @@ class TrainConfig:
     )
     reads: str = machine(
         "auto",
-        "backend of the depth reads, in kernels/; auto: cpu for eager float32 or float64 on a CPU with a C compiler",
+        "backend of the depth reads, in kernels/; auto: cpu for float32 or float64 on a CPU with a C compiler",
         choices=("auto", "plain", "cpu"),
     )
     micro_batch: int = machine(16, "sequences a rank a pass")

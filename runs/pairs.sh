@@ -30,9 +30,9 @@ if [[ -n ${NPROC:-} ]]; then
     [[ -n ${PET_NNODES:-} ]] || launch+=(--standalone)
 fi
 
-# Keep freed pages mapped: saves 8-24 ms of page faults in a 600 ms step on a CPU. Both in bytes, for glibc's malloc.
-export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-1099511627776}  # free memory that it keeps: any
-export MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}       # larger blocks are mapped alone: its maximum
+# glibc's malloc: keep freed pages mapped, below 32 MiB a tensor and 4 GiB in all. Saves 8-24 ms of page faults in a
+# 600 ms step on a CPU. Both or neither: each alone switches off glibc's own adaptation and faults more than the defaults.
+export MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-4294967296} MALLOC_MMAP_THRESHOLD_=${MALLOC_MMAP_THRESHOLD_:-33554432}
 
 pids=() failed=0
 stop() { trap '' INT TERM; kill -TERM ${pids[@]+"${pids[@]}"} 2>/dev/null; wait; exit 130; }  # each run saves, then ends
