@@ -7,7 +7,7 @@
 A step is one update as train.py does it (forward, backward, clip, optimiser) over batch_tokens random tokens. A round
 times one step of every variant, in a new order: what slows the machine falls on all alike. A ratio compares medians,
 and its interval comes from resampling whole rounds, some 20 or more. Beside it stands the median of the rounds' own
-ratios. Slow moments that last longer than a round cancel there: it is steadier on a machine that others share.
+ratios. Slowdowns longer than a round cancel in it, so prefer it on a shared machine.
 On a CPU set malloc's thresholds as runs/pairs.sh does: freed pages stay mapped from step to step.
 results/speed/scaling.py has the cost against L, N and D, and of a second rank.
 
@@ -16,9 +16,9 @@ results/speed/scaling.py has the cost against L, N and D, and of a second rank.
                     on a CPU, eager, the resident memory of a process of its own
     compile s       the first step less a later one, with an empty cache
     cached s        the same in a second process, with the cache that the first one filled (--cached)
-    MFU             share of a known GPU's dense bf16 peak, by 6 FLOPs a matrix parameter and 12 L D T a token
+    MFU             share of a known GPU's dense bf16 peak, by 6 FLOPs per matrix parameter and 12 L D T per token
     limit by bytes  the ratio if reads cost only the time to copy the bytes that they must move, at the rate below it
-    one read        N + 1 sources, forward and backward, in ms; stacked: two einsums a route over the stacked sources
+    one read        N + 1 sources, forward and backward, in ms; stacked: two einsums per route over the stacked sources
 
 Keys of train.py apply (--help); bench.py's own:
 """
@@ -151,7 +151,7 @@ def settle(config):
 
 
 def enter(names, config, device, compiled):
-    """An Entrant a name, in a process set up as train.py would and ready to compile several models."""
+    """One Entrant per name, in a process set up as train.py would and ready to compile several models."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")
@@ -182,7 +182,7 @@ def time_rounds(entrants, rounds, clock):
 
 
 def flops_a_token(config, model):
-    """6 FLOPs a matrix parameter and 12 L D T for attention, forward and backward: nanoGPT's count.
+    """6 FLOPs per matrix parameter and 12 L D T for attention, forward and backward: nanoGPT's count.
 
     Causality gives no discount. The tied embedding counts once, as the head. Positions and reads do not count.
     """
@@ -233,7 +233,7 @@ def describe_read(entrant, sources, rate):
 def pairs(entrants):
     """[(top, bottom)] to compare: others / block, routed / prenorm, prenorm / plain, and the reads of one variant.
 
-    Two variants are compared by the same reads.
+    Variants are compared only if they use the same read backend.
     """
     routed = [e for e in entrants if e.routed]
     tops = {"block": [e for e in routed if e.variant != "block"], "prenorm": routed}

@@ -2,8 +2,8 @@
 
     python diagnose.py out/X [more folders of runs, or runs]    -> out/X/report.md  summary.json  curves.png  routes.png
 
-Runs pair by seed: a variant against `block`, the same in everything but the variant. All NLLs are nats a token on the
-fixed validation windows. The statistics stand in lib/paired.py and lib/routes.py, the text in lib/report.py, the
+Runs pair by seed: a variant against `block`, the same in everything but the variant. All NLLs are nats per token on
+the fixed validation windows. The statistics stand in lib/paired.py and lib/routes.py, the text in lib/report.py, the
 figures in lib/figures.py.
 """
 
@@ -103,7 +103,7 @@ def read_config(path):
 
 
 def read_run(path, notes):
-    """The Run in the folder `path`. What is odd about it goes to `notes`, a sentence each."""
+    """The Run in the folder `path`. What is odd about it goes to `notes`, one sentence per oddity."""
     config = read_config(path / "config.json")
     run = Run(str(path), config["variant"], config["seed"], config)
     metrics = path / "metrics.jsonl"
@@ -258,7 +258,7 @@ def run_routes(run, windows, device):
 def variant_routes(runs, windows, device, notes):
     """average_routes of one variant's runs; None where no run has routes.
 
-    Routes drift apart as training goes on: only the runs whose checkpoint is at the latest step count.
+    Only runs at the latest checkpoint step are averaged, because routes change during training.
     """
     measured = []
     for run in runs:

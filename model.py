@@ -3,17 +3,18 @@
 Papers: Block Attention Residuals (Block AttnRes, arXiv:2603.15031); Role-Decoupled Attention Residuals (RD-AttnRes,
 arXiv:2608.01075). Trunk: RMSNorm, RoPE, causal attention, SwiGLU, no biases, no dropout, head tied to the embedding.
 
-    B batch   T tokens   D width   L layers   H hidden width of the MLP   V padded vocabulary
-    N blocks   S = 2L / N sublayers a block   K sources of a read   R routes of a read
+A read stands before every sublayer and before the head. It has one route per group of the roles q, k, v: a query, its
+weights and its mixture.
 
-In the code              In the equations
-sublayer i = 0 .. 2L-1   attention where i is even, MLP where i is odd
-finished   K x (B, T, D) b_0, ..., b_{n-1}: the token embedding, then the sum of the outputs of each finished block
-running    (B, T, D)     p: the sum of the outputs so far in the current block; None before its first
-sources    K x (B, T, D) s_1, ..., s_K: finished, and then running, if there is one
-queries    R x (D,)      w: one learned vector a route, zero at the start: its mixture is then uniform
-key_gain   (D,)          g: the gain of the RMSNorm on the keys, one a read, shared by its routes
-alphas     R x (K, B, T) alpha: the weights of the sources, for each token
+    B batch   T tokens   D width   L layers   N blocks   S = 2L / N sublayers per block   K sources, R routes of a read
+
+In the code              In the equations; K x (B, T, D) is a list of K tensors
+sublayer i = 0 .. 2L-1   attention where i is even, MLP where i is odd; S of them in a row are block n = 1 .. N
+sources    K x (B, T, D) s_1, ..., s_K: the embedding b_0, the sum of the outputs of each finished block b_1, b_2, ...,
+                         and last, once the current block has an output, their sum so far p
+queries    R x (D,)      w: one learned vector per route, zero at the start: its mixture is then uniform
+key_gain   (D,)          g: the gain of the RMSNorm on the keys, one per read, shared by its routes
+alphas     R x (K, B, T) alpha: the weights of the sources, per token
 inputs     R x (B, T, D) x: RMSNorm of the mixtures h, what the sublayer computes from
 """
 
@@ -28,12 +29,13 @@ from torch.nn import functional as F
 def depth_read(sources, queries, key_gain, eps, norm_gain=None):
     """Softmax mixtures of depth: K sources (B, T, D), R queries (D,) -> R mixtures (B, T, D), R alphas (K, B, T).
 
-        l_k = w . (g * s_k / rms(s_k))      alpha = softmax over k of l      h = sum_k alpha_k s_k
+        rms(s) = sqrt(mean(s^2) + eps)      l_k = w . (g * s_k / rms(s_k))      alpha = softmax over k of l
+        h = sum_k alpha_k s_k               x = norm_gain * h / rms(h)
 
-    There is no 1/sqrt(D), and the sources are not normalised in the mixture. With norm_gain (D,) each h is returned as
-    RMSNorm(h). All is computed in float32 at least; mixtures have the sources' dtype.
+    There is no 1/sqrt(D), and the sources are not normalised in the mixture. With norm_gain (D,), the sublayer's
+    pre-norm, x is returned, else h. All is computed in float32 at least; what is returned has the sources' dtype.
     """
-    s = [wide(source) for source in sources]
+    s = [at_least_float32(source) for source in sources]
     rms = [(s_k.square().mean(-1) + eps).sqrt() for s_k in s]
     inputs, alphas = [], []
     for w in queries:
@@ -47,17 +49,17 @@ def depth_read(sources, queries, key_gain, eps, norm_gain=None):
 
 def rms_norm(x, gain, eps):
     """gain * x / sqrt(mean(x^2) + eps) over the last dimension, in float32 at least, returned in x's dtype."""
-    return F.rms_norm(wide(x), gain.shape, wide(gain), eps).to(x.dtype)
+    return F.rms_norm(at_least_float32(x), gain.shape, at_least_float32(gain), eps).to(x.dtype)
 
 
-def wide(x):
-    """x in float32 at least: norms, softmax and mixtures are never computed in half precision."""
+def at_least_float32(x):
+    """Norms, softmax and mixtures are never computed in half precision."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 @dataclass(frozen=True)
 class Variant:
-    """How the attention sublayers read depth: `groups` cuts the roles qkv, in this order, and each has one route."""
+    """How the attention sublayers read depth. `groups` cuts 'qkv' into pieces; each piece has one route."""
 
     groups: tuple[str, ...] = ("qkv",)
     routed: bool = True  # False: no reads, x <- x + f(RMSNorm(x))
@@ -67,7 +69,7 @@ class Variant:
 
     def __post_init__(self):
         if "".join(self.groups) != "qkv":
-            raise ValueError(f"groups {self.groups} must cut 'qkv' in this order, such as ('qk', 'v')")
+            raise ValueError(f"groups {self.groups} must cut 'qkv', the rows of qkv.weight, such as ('qk', 'v')")
 
 
 VARIANTS = {
@@ -115,8 +117,8 @@ class ModelConfig:
         return -(-self.vocab_size // 64) * 64
 
     @property
-    def block_size(self):
-        """S, consecutive sublayers a block."""
+    def sublayers_per_block(self):
+        """S."""
         return 2 * self.n_layer // self.n_blocks
 
 
@@ -133,7 +135,7 @@ class RMSNorm(nn.Module):
 
 
 class DepthRead(nn.Module):
-    """A read with one route a role group. The first group's query is `query`, a further one's `query_<group>`."""
+    """A read with one route per role group. The first group's query is `query`, a further one's `query_<group>`."""
 
     def __init__(self, config, groups):
         super().__init__()
@@ -145,15 +147,18 @@ class DepthRead(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(config.d_model), requires_grad=trained))
 
     def forward(self, sources, norm, read=depth_read):
-        """K sources (B, T, D) -> the sublayer's inputs, `norm` of each group's mixture, and the alphas."""
-        queries, averaged = [getattr(self, name) for name in self.names], self.variant.averaged and len(self.names) > 1
-        gain = None if averaged else norm.weight
-        inputs, alphas = read(sources, queries, self.key_norm.weight, self.key_norm.eps, gain)
-        return [norm(sum(inputs) / len(inputs))] * len(inputs) if averaged else inputs, alphas
+        """K sources (B, T, D) -> inputs, `norm` of each group's mixture, and alphas. An RMSNorm is a part of `read`."""
+        queries = [getattr(self, name) for name in self.names]
+        averaged = self.variant.averaged and len(queries) > 1  # not in reads of one route, the MLP's and the head's
+        gain = norm.weight if type(norm) is RMSNorm and not averaged else None
+        h, alphas = read(sources, queries, self.key_norm.weight, self.key_norm.eps, gain)
+        if averaged:
+            return [norm(sum(h) / len(h))] * len(h), alphas
+        return ([norm(x) for x in h] if gain is None else h), alphas
 
 
 class StreamRead(nn.Module):
-    """What prenorm has in place of a DepthRead: the one source is the residual stream."""
+    """What prenorm has in place of a DepthRead: its one source is the residual stream."""
 
     def forward(self, sources, norm, read=None):
         return [norm(sources[-1])], []
@@ -166,7 +171,7 @@ class Attention(nn.Module):
         super().__init__()
         D = config.d_model
         self.n_head = config.n_head
-        self.rows = [len(group) * D for group in VARIANTS[config.variant].groups]  # of qkv.weight, a group
+        self.rows = [len(group) * D for group in VARIANTS[config.variant].groups]  # of qkv.weight, per group
         self.qkv = nn.Linear(D, 3 * D, bias=False)  # rows: q, k, v; within a role, heads are contiguous
         self.out = nn.Linear(D, D, bias=False)
 
@@ -196,8 +201,7 @@ def rope_angles(config, like):
 
 def rotate(x, rope):
     """RoPE on halves: (a, b) -> (a cos - b sin, b cos + a sin). x (B, heads, T, head_dim)."""
-    cos, sin = rope
-    a, b = wide(x).chunk(2, -1)
+    (cos, sin), (a, b) = rope, at_least_float32(x).chunk(2, -1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
 
 
@@ -255,45 +259,44 @@ class GPT(nn.Module):
                 writes = name.endswith(("attn.out.weight", "mlp.down.weight"))
                 parameter.normal_(0.0, self.config.init_std / (math.sqrt(2 * self.config.n_layer) if writes else 1.0))
 
-    def write(self, i, output, finished, running):
-        """Sublayer i writes back: p <- p + output. At a block's end p is finished, and the next block has none yet."""
-        running = output if running is None else running + output
-        done = self.variant.routed and (i + 1) % self.config.block_size == 0
-        return ([*finished, running], None) if done else (finished, running)
+    def write(self, i, output, sources):
+        """Sublayer i writes back: p <- p + output. A block's first output is a new p; the p before it stays as b_n."""
+        if self.variant.routed and i % self.config.sublayers_per_block == 0:
+            return [*sources, output]
+        return [*sources[:-1], sources[-1] + output]
 
     def states(self, idx, caches=None, start=0, read=None, trace=None):
         """Token ids (B, T) at positions start .. start + T - 1 -> final normalised states (B, T, D).
-        caches: one dict a layer, for generation. trace: a list that takes each read's alphas, in order.
-        """
+        caches: one dict per layer, for generation. trace: a list that takes each read's alphas (a kernel has none)."""
         if idx.ndim != 2 or not idx.numel():
             raise ValueError(f"token ids of shape {tuple(idx.shape)} are not (B, T) with at least one token")
         if start + idx.shape[1] > self.config.context:
             raise ValueError(f"{start + idx.shape[1]} tokens are more than the context of {self.config.context}")
-        embedding, read, trace = self.tok_emb(idx), read or self.read, [] if trace is None else trace
+        read, trace = read or self.read, [] if trace is None else trace
+        b_0 = self.tok_emb(idx)
         if torch.is_autocast_enabled(idx.device.type):
-            embedding = embedding.to(torch.get_autocast_dtype(idx.device.type))  # sources in bf16: half the bytes
-        rope = [x[start : start + idx.shape[1]] for x in self.rope]
-        finished, running = ([embedding], None) if self.variant.routed else ([], embedding)
+            b_0 = b_0.to(torch.get_autocast_dtype(idx.device.type))  # so all sources are in bf16: half the bytes
+        sources, rope = [b_0], [x[start : start + idx.shape[1]] for x in self.rope]
         for i in range(2 * self.config.n_layer):
-            layer, sources = self.layers[i // 2], finished if running is None else [*finished, running]
+            layer = self.layers[i // 2]
             if i % 2 == 0:
                 inputs, alphas = layer.attn_read(sources, layer.attn_norm, read)
                 output = layer.attn(inputs, rope, caches and caches[i // 2])
             else:
-                inputs, alphas = layer.mlp_read(sources, layer.mlp_norm, read)
-                output = layer.mlp(*inputs)
-            finished, running = self.write(i, output, finished, running)
+                (x,), alphas = layer.mlp_read(sources, layer.mlp_norm, read)
+                output = layer.mlp(x)
+            sources = self.write(i, output, sources)
             trace.append(alphas)
-        inputs, alphas = self.final_read(finished or [running], self.final_norm, read)
+        (x,), alphas = self.final_read(sources, self.final_norm, read)
         trace.append(alphas)
-        return inputs[0]
+        return x
 
     def forward(self, idx, targets=None):
-        """idx (B, T) -> (logits (B, T, V), None); with targets (B, T), -100 for none -> (None, mean NLL in nats)."""
+        """idx (B, T) -> (logits (B, T, padded_vocab), None); with targets (B, T), -100 for none -> (None, mean NLL)."""
         logits = F.linear(self.states(idx), self.tok_emb.weight)
         if targets is None:
             return logits, None
-        return None, F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+        return None, F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def routes(self, idx):
@@ -301,24 +304,22 @@ class GPT(nn.Module):
         if not self.variant.routed:
             raise ValueError(f"variant {self.config.variant!r} has no depth routes: it reads the residual stream")
         self.states(idx, read=depth_read, trace=(trace := []))
-        names = [*[self.variant.groups, ("mlp",)] * self.config.n_layer, ("final",)]
-        *reads, final = [dict(zip(groups, alphas)) for groups, alphas in zip(names, trace)]
-        return [attn | mlp for attn, mlp in zip(reads[::2], reads[1::2])] + [final]
+        reads = iter(trace)
+        layers = [dict(zip(self.variant.groups, next(reads))) | {"mlp": next(reads)[0]} for _ in self.layers]
+        return [*layers, {"final": next(reads)[0]}]
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Continue idx (B, T) by ids < vocab_size -> (B, T + max_new_tokens). Temperature 0 takes the likeliest.
-        Keys and values are cached while the text fits the context. Past it positions move: all is recomputed.
-        """
+        """Continue idx (B, T) by ids < vocab_size -> (B, T + max_new_tokens). Temperature 0 takes the likeliest."""
         if not 0 <= temperature < math.inf or (top_k is not None and top_k < 1):
             raise ValueError(f"temperature = {temperature} must be 0 or more and finite, top_k = {top_k} at least 1")
         caches, cached = [{} for _ in self.layers], 0
         for _ in range(max_new_tokens):
             if idx.shape[-1] <= self.config.context:
                 states, cached = self.states(idx[..., cached:], caches, cached), idx.shape[-1]
-            else:
+            else:  # past the context positions move: all is recomputed
                 states = self.states(idx[..., -self.config.context :])
-            logits = wide(F.linear(states[:, -1], self.tok_emb.weight))[:, : self.config.vocab_size]
+            logits = at_least_float32(F.linear(states[:, -1], self.tok_emb.weight))[:, : self.config.vocab_size]
             token = logits.argmax(-1, keepdim=True)
             if temperature > 0:
                 if top_k is not None and top_k < logits.shape[-1]:

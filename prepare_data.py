@@ -5,7 +5,7 @@
     python prepare_data.py --source a.jsonl b.parquet c.txt --tokenizer bytes --out data/mine
 
 Sources   docs: docstrings of the standard library and of pinned distributions, each text once. fineweb-edu:
-          HuggingFaceFW/fineweb-edu, sample-10BT, streamed. Files: .jsonl (an object with "text" a line), .parquet (a
+          HuggingFaceFW/fineweb-edu, sample-10BT, streamed. Files: .jsonl (one object with "text" per line), .parquet (a
           column `text`; FineWeb-Edu's own files fit), .txt (cut at blank lines into documents of 2 kB to 1 MB; the last
           may be shorter, and a longer paragraph is cut inside). Duplicates in files and in FineWeb-Edu are kept.
 Tokens    A document is <|endoftext|> and its text, in which special tokens are ordinary text. Empty documents are
@@ -14,8 +14,8 @@ Split     A function of the text alone (split_rule in manifest.json). Equal text
           files moves nothing.
 Shards    llm.c's: 256 int32 (magic, version, token count), then uint16 tokens. A document may run on into the next one.
 Resume    A shard grows as NAME.part. Whenever one is full, progress.json records where each split and the source stand.
-          The same command goes on from there, to the same bytes. FineWeb-Edu's stream seeks. Other text is read again
-          up to there, and its running hash must be the same.
+          The same command goes on from there, to the same bytes. FineWeb-Edu's stream seeks. Other sources are re-read
+          to that point and checked by hash.
 """
 
 import argparse
@@ -44,7 +44,7 @@ from lib.tokenizers import TOKENIZERS, get_tokenizer
 
 # ---- documents -> tokens ---------------------------------------------------------------------------------------------
 
-BATCH = 1 << 18  # characters a thread tokenises at a time
+BATCH = 1 << 18  # characters per thread and task
 PIECE = 1 << 20  # characters tiktoken gets at once: bounds memory inside a long document
 BOUNDARY = re.compile(r".*\S(?=[ \n])", re.DOTALL)
 
@@ -288,7 +288,7 @@ def parse(argv):
     add("--max-tokens", type=number, help="stop after the document that reaches so many, all splits together")
     add("--val-frac", type=float, default=0.01, help=f"of the documents; {default}")
     add("--test-frac", type=float, default=0.01, help=f"of the documents; {default}")
-    add("--shard-tokens", type=number, default=100_000_000, help=f"tokens a shard; {default}")
+    add("--shard-tokens", type=number, default=100_000_000, help=f"tokens per shard; {default}")
     add("--threads", type=number, default=min(os.cpu_count() or 1, 16), help=default)
     add("--wait", action="store_true", help="where another process prepares this folder, wait for it to end")
     args = parser.parse_args(argv)

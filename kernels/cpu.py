@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-import model as definition
+import model
 from lib.errors import UserError, one_line
 
 REALS = {torch.float32: "float", torch.float64: "double"}
@@ -33,7 +33,7 @@ def library(dtype, D, R, normalised):
         compiler = shlex.split(os.environ.get("CC", "cc"))
         if not compiler or not shutil.which(compiler[0]):
             raise UserError(f"kernels/cpu.c needs a C compiler, and {' '.join(compiler) or 'CC'} is not here")
-        with tempfile.TemporaryDirectory() as folder:  # once it is loaded a library needs its file no more
+        with tempfile.TemporaryDirectory() as folder:  # a loaded library no longer needs its file
             for more in (FASTER, FASTER[:-1], []):
                 sizes = [f"-DREAL={REALS[dtype]}", f"-DWIDTH={D}", f"-DROUTES={R}", f"-DNORMALISED={int(normalised)}"]
                 command = [*compiler, *sizes, *FLAGS, *more, "-o", f"{folder}/cpu.so", str(SOURCE), "-lm"]
@@ -152,5 +152,5 @@ def depth_read(sources, queries, key_gain, eps, norm_gain=None):
     """
     gain = key_gain if norm_gain is None else norm_gain
     if {x.dtype for x in (*sources, *queries, key_gain, gain)} not in ({torch.float32}, {torch.float64}):
-        return definition.depth_read(sources, queries, key_gain, eps, norm_gain)
+        return model.depth_read(sources, queries, key_gain, eps, norm_gain)
     return torch.ops.rd_attnres.depth_read(sources, queries, key_gain, eps, norm_gain)[:-1], None

@@ -21,7 +21,8 @@ def key(default, help, zero=False, choices=None, machine=False):
     return dataclasses.field(default=default, metadata=meta)
 
 
-# A key of the machine or of reporting: it may differ at a resume and between the runs of a pair.
+# A key of the machine (device, compile) or of reporting (out_dir, milestones, stop_tokens). Both kinds may differ when
+# a run resumes and between the runs of a pair.
 machine = partial(key, machine=True)
 
 
@@ -36,7 +37,7 @@ class TrainConfig:
     n_head: int = key(9, "attention heads")
     d_model: int = key(576, "width")
     d_mlp: int = key(2528, "hidden width of the MLP")
-    context: int = key(1024, "tokens a sequence")
+    context: int = key(1024, "tokens per sequence")
     n_blocks: int = key(8, "blocks of depth; divides 2 n_layer")
     norm_eps: float = key(1e-8, "added to the mean square in every RMSNorm")
     rope_theta: float = key(10000.0, "base of the rotary frequencies")
@@ -49,7 +50,7 @@ class TrainConfig:
     verify: bool = machine(False, "hash every shard against the manifest before the run")
     # protocol; tokens are predicted tokens
     seed: int = key(1, "drives initialisation and the order of the data", zero=True)
-    batch_tokens: int = key(2**19, "tokens an update, over all ranks")
+    batch_tokens: int = key(2**19, "tokens per update, over all ranks")
     max_tokens: int = key(2_000_000_000, "tokens of the schedule")
     stop_tokens: int = machine(0, "tokens at which to stop, on the same schedule; 0: max_tokens", zero=True)
     warmup_tokens: int = key(100_000_000, "tokens of linear warm-up", zero=True)
@@ -81,7 +82,7 @@ class TrainConfig:
         "backend of the depth reads, in kernels/; auto: cpu for float32 or float64 on a CPU with a C compiler",
         choices=("auto", "plain", "cpu"),
     )
-    micro_batch: int = machine(16, "sequences a rank a pass")
+    micro_batch: int = machine(16, "sequences per rank per pass")
     deterministic: bool = machine(False, "only kernels that give the same bits every time; slower on a GPU")
 
     def __post_init__(self):
@@ -110,7 +111,7 @@ KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 
 
 def identity(config):
-    """Of a config (a dict), the keys that must agree at a resume and, but for `variant`, within a pair of runs.
+    """The part of a config dict that must match when a run resumes. Two runs of a pair may differ in `variant`.
 
     Keys that TrainConfig does not have are left out: the configs of older runs have a machine key `fused`.
     """

@@ -55,7 +55,7 @@ def pick_compile(config, device):
 
 
 def ask_for_determinism(wanted):
-    """Whether torch takes only kernels that give the same bits every time. Call it before anything runs on a GPU."""
+    """Switch torch's deterministic algorithms on or off. Call before any GPU work."""
     import torch
 
     if wanted:

@@ -44,7 +44,7 @@ def save_routes(path, routes):
 
 
 def save_figure(path, size, draw, *arguments):
-    """Draw on a figure of `size` inches and write it as a PNG, 200 dots an inch."""
+    """Draw on a figure of `size` inches and write it as a PNG, 200 dots per inch."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -103,7 +103,7 @@ def draw_curves(figure, runs, comparisons):
 
 
 def difference_curves(comparison):
-    """[{tokens: difference}], one a pair."""
+    """[{tokens: difference}], one per pair."""
     curves = {}
     for point in comparison["curve"]:
         for pair in point["pairs"]:
@@ -138,7 +138,7 @@ def draw_variant(ax, curves, spread, beside, line):
 
 
 def draw_routes(figure, routes):
-    """A row a variant: the mean weights of each role group's route, then the divergence of the routes of q and v."""
+    """One row per variant: the mean weights of each group's route, then the divergence of the routes of q and v."""
     widest = max(len(entry["groups"]) for entry in routes.values())
     for row, (variant, entry) in zip(np.atleast_1d(figure.subfigures(len(routes), 1)), routes.items()):
         axes = row.subplots(1, widest + 1, sharey=True)
@@ -180,7 +180,7 @@ def draw_weights(ax, entry, group):
 
 
 def draw_divergence(ax, entry, colour):
-    """The divergence by layer, downwards, and its mean under them; a dot a run."""
+    """The divergence by layer, downwards, and its mean under them; one dot per run."""
     from matplotlib.ticker import MaxNLocator
 
     L, js = len(entry["js"]), entry["js"]

@@ -97,7 +97,7 @@ def in_child(*words):
 
 
 def commit(folder):
-    """Of the code in `folder`, `+` where files of it differ from that; None outside git."""
+    """Commit hash of `folder`, with + if files were changed; None outside git."""
     git = ["git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     done = subprocess.run(git, capture_output=True, text=True) if shutil.which("git") else None
     return done.stdout.strip() if done and done.returncode == 0 else None

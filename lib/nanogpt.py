@@ -3,7 +3,7 @@
 from torch import nn
 from torch.nn import functional as F
 
-from model import ModelConfig, wide
+from model import ModelConfig, at_least_float32
 
 
 class Block(nn.Module):
@@ -44,4 +44,4 @@ class PlainGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         logits = F.linear(self.norm(x), self.tok_emb.weight)
-        return None, F.cross_entropy(wide(logits).flatten(0, 1), targets.flatten())
+        return None, F.cross_entropy(at_least_float32(logits).flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""Paired statistics: a variant's differences to its parent, in nats a token, one a seed."""
+"""Paired statistics: a variant's differences to its parent, in nats per token, one per seed."""
 
 import math
 

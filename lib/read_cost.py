@@ -3,7 +3,7 @@
 import torch
 
 from lib.measurement import kept_bytes, median_time
-from model import wide
+from model import at_least_float32
 
 
 def plan_of(model):
@@ -45,7 +45,7 @@ def make_sources(config, device):
 
 
 def copy_rate(sources):
-    """Bytes a second, read and written, of copying the sources one after another: the least that a read can take."""
+    """Bytes per second, read and written, of copying the sources one after another: the least that a read can take."""
     originals = [s.detach() for s in sources]
     targets = [torch.empty_like(s) for s in originals]
     seconds = median_time(lambda: [t.copy_(s) for t, s in zip(targets, originals)], originals[0].device)
@@ -53,11 +53,11 @@ def copy_rate(sources):
 
 
 def stacked_read(read, sources, norm):
-    """A DepthRead the usual way: the sources stacked, normalised as keys, two einsums a route, the norm."""
+    """A DepthRead the usual way: the sources stacked, normalised as keys, two einsums per route, the norm."""
     values, inputs = torch.stack(sources), []
     keys = read.key_norm(values)
     for query in [getattr(read, name) for name in read.names]:
-        alpha = wide(torch.einsum("d,kbtd->kbt", query.to(keys.dtype), keys)).softmax(0)
+        alpha = at_least_float32(torch.einsum("d,kbtd->kbt", query.to(keys.dtype), keys)).softmax(0)
         inputs.append(norm(torch.einsum("kbt,kbtd->btd", alpha.to(values.dtype), values)))
     return inputs
 
@@ -65,7 +65,9 @@ def stacked_read(read, sources, norm):
 def time_read(read, norm, backend, sources, rate, compiled):
     """A row: ms of one read, forward and backward, and the bytes it keeps beside sources and parameters.
 
-    `ours` is DepthRead `read` by `backend`, then `norm`; `stacked` is stacked_read; `copy` is the bytes at `rate`.
+    ours      DepthRead `read`, computed by `backend`, with `norm` of each mixture
+    stacked   stacked_read
+    copy      the bytes that the read must move, at `rate` bytes per second
     """
     (B, T, D), K, R = sources[0].shape, len(sources), len(read.names)
     inputs = [*sources, *(p for p in read.parameters() if p.requires_grad), norm.weight]

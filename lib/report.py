@@ -50,7 +50,7 @@ def table(rows, markdown):
 
 
 def pair_rows(c):
-    """Table rows of a comparison: a pair each, then their mean."""
+    """Table rows of a comparison: one per pair, then their mean."""
     name = c["variant"]
     rows = [["seed", PARENT, name, f"{name} - {PARENT}", "perplexity"]]
     mean = {key: np.mean([pair[key] for pair in c["pairs"]]) for key in (PARENT, name)}

@@ -1,6 +1,6 @@
 """Route statistics: what a model's attention reads attend to over depth, and how far its routes stand apart.
 
-Shapes:  L layers   N blocks   K depth sources of a read   B windows   T tokens a window
+Shapes:  L layers   N blocks   K depth sources of a read   B windows   T tokens per window
 Divergences and entropies are nats (natural logarithm).
 """
 
@@ -35,8 +35,8 @@ def entropy(p):
 def attention_sources(layer, config):
     """Columns, among b_0, ..., b_N, p, of the K sources that the attention of a layer reads."""
     sublayer = 2 * layer
-    finished = list(range(sublayer // config.block_size + 1))
-    return finished + ([config.n_blocks + 1] if sublayer % config.block_size else [])
+    finished = list(range(sublayer // config.sublayers_per_block + 1))
+    return finished + ([config.n_blocks + 1] if sublayer % config.sublayers_per_block else [])
 
 
 def route_statistics(gpt, windows, tokens_a_pass=4096):

@@ -1,7 +1,7 @@
 """A run's folder: config.json, metrics.jsonl, ckpt.pt, and the rules by which a run goes on in it.
 
 config.json          the run's config as resolved, its data, its machine
-metrics.jsonl        one record a line, each step once; metrics.lost.jsonl: records of runs whose checkpoint is lost
+metrics.jsonl        one record per line, each step once; metrics.lost.jsonl: records of runs whose checkpoint is lost
 ckpt.pt              the newest checkpoint; ckpt.prev.pt: the one before; ckpt.new.pt: one whose writing was cut short
 .lock                held by the process that trains here
 """
@@ -70,7 +70,7 @@ def read_metrics(path):
 
 
 class Metrics:
-    """metrics.jsonl, open for writing: one JSON record a line, flushed at once.
+    """metrics.jsonl, open for writing: one JSON record per line, flushed at once.
 
     Opening drops the records after `step`, from which the run goes on. What an evaluated run without a checkpoint left
     goes to metrics.lost.jsonl. Raises UserError where a record cannot be written.

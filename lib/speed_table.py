@@ -4,7 +4,7 @@ MiB = 2**20
 
 
 def aligned(rows):
-    """Rows of cells -> a blank line and one line a row. A column without values is left out; no rows, no lines."""
+    """Rows of cells -> a blank line and one line per row. A column without values is left out; no rows, no lines."""
     rows = [["-" if c is None else f"{c:.1f}" if isinstance(c, float) else str(c) for c in row] for row in rows]
     columns = [column for column in zip(*rows) if set(column[1:]) - {"-"}]
     widths = [max(map(len, column)) for column in columns]

@@ -7,7 +7,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 def get_tokenizer(name):
-    """A tiktoken.Encoding by name: `gpt2`, or `bytes`, one token a byte and <|endoftext|>.
+    """A tiktoken.Encoding by name: `gpt2`, or `bytes`, one token per byte and <|endoftext|>.
 
     Raises UserError for another name, and where the GPT-2 vocabulary is neither cached nor reachable.
     """

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers import ENV, ROOT, write_folder
+from matplotlib.figure import Figure
 from toy_runs import MILESTONES, B, edit_config, random_gpt, record, write_run
 
 import diagnose
@@ -21,6 +22,13 @@ def data(tmp_path_factory):
     rng = np.random.default_rng(0)
     shards = {f"{split}_000000": rng.integers(0, 97, 2000) for split in ("train", "val")}
     return write_folder(tmp_path_factory.mktemp("data"), manifest=False, **shards)
+
+
+@pytest.fixture(autouse=True)
+def drawn_and_not_rendered(request, monkeypatch):
+    """Figures are drawn, but rendered by test_a_whole_comparison alone: a rendering takes most of a second."""
+    if "whole" not in request.fixturenames:
+        monkeypatch.setattr(Figure, "savefig", lambda figure, file, **options: file.write(b"rendered"))
 
 
 def run_diagnose(root, capsys, *flags):

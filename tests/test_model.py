@@ -224,34 +224,43 @@ def test_a_fault_of_the_gradients_shows(fault, monkeypatch):
 WRITE = GPT.write
 
 
-def a_finished_block_goes_on_as_the_running_sum(*arguments):
-    finished, running = WRITE(*arguments)
-    return finished, finished[-1] if running is None else running
+def finishes(gpt, i):
+    """Whether sublayer i is the last of its block."""
+    return (i + 1) % gpt.config.sublayers_per_block == 0
 
 
-def the_running_sum_is_the_last_output(gpt, i, output, finished, running):
-    return WRITE(gpt, i, output, finished, None)
+def a_finished_block_goes_on_as_the_running_sum(gpt, i, output, sources):
+    return [*sources[:-1], sources[-1] + output] if i > 0 else WRITE(gpt, i, output, sources)
+
+
+def a_finished_block_stands_twice(gpt, i, output, sources):
+    written = WRITE(gpt, i, output, sources)
+    return [*written, written[-1]] if finishes(gpt, i) else written
+
+
+def the_running_sum_is_the_last_output(gpt, i, output, sources):
+    return [*WRITE(gpt, i, output, sources)[:-1], output]
 
 
 def a_block_is_finished_one_sublayer_early(gpt, i, *arguments):
-    return WRITE(gpt, i + 1, *arguments)
+    return WRITE(gpt, i + 1, *arguments) if i else WRITE(gpt, i, *arguments)
 
 
-def the_embedding_is_added_into_block_1(*arguments):
-    finished, running = WRITE(*arguments)
-    first = running is None and len(finished) == 2
-    return [finished[0], finished[0] + finished[1]] if first else finished, running
+def the_embedding_is_added_into_block_1(gpt, i, output, sources):
+    written = WRITE(gpt, i, output, sources)
+    first = finishes(gpt, i) and len(written) == 2
+    return [written[0], written[0] + written[1]] if first else written
 
 
-def a_block_is_finished_without_its_last_output(gpt, i, output, *arguments):
-    finished, running = WRITE(gpt, i, output, *arguments)
-    return [*finished[:-1], finished[-1] - output] if running is None else finished, running
+def a_block_is_finished_without_its_last_output(gpt, i, output, sources):
+    return sources if finishes(gpt, i) else WRITE(gpt, i, output, sources)
 
 
 @pytest.mark.parametrize(
     "fault",
     [
         a_finished_block_goes_on_as_the_running_sum,
+        a_finished_block_stands_twice,
         the_running_sum_is_the_last_output,
         a_block_is_finished_one_sublayer_early,
         the_embedding_is_added_into_block_1,

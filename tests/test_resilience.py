@@ -165,6 +165,7 @@ def arm(moment):
     on_call(*MOMENTS[moment][0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_killed_at_this_moment_a_run_goes_on_from_its_last_checkpoint_bitwise(moment, data, solo, tmp_path):
     out, step = tmp_path / "out", MOMENTS[moment][1]
@@ -176,6 +177,7 @@ def test_killed_at_this_moment_a_run_goes_on_from_its_last_checkpoint_bitwise(mo
     assert names == {"config.json", "metrics.jsonl", ".lock", "ckpt.pt", "ckpt.prev.pt"}  # nothing left over
 
 
+@pytest.mark.slow
 def test_killed_while_it_goes_on_a_run_goes_on(data, solo, tmp_path):
     """In one folder: after the first checkpoint, at the renames of config and metrics, at those of the second save."""
     out, renames = tmp_path / "out", [(nth, "os.replace", die) for nth in (1, 2, 3, 4, 5)]
@@ -253,6 +255,7 @@ def test_where_all_checkpoints_are_damaged_nothing_is_trained_anew_and_nothing_i
     assert_same_run(run(data, out), solo)
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_on_its_way_out_takes_no_whole_one_with_it(data, solo, tmp_path):
     """The newest is damaged, the one before is used, and the next save moves the damaged one over it: killed then."""
     out = tmp_path / "out"
@@ -479,11 +482,13 @@ def check_full_disk(tmp, out, data, solo, reason, *prepare):
     assert_same_run(run(data, out), solo)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 5_000, 300_000])
 def test_a_disk_full_at_a_checkpoint_is_one_line_and_the_run_goes_on_later(size, data, solo, tmp_path):
     check_full_disk(tmp_path, tmp_path / "out", data, solo, os.strerror(errno.EFBIG), limit_files, size, 2)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_really_full(data, solo, tmp_path):
     """Where this machine mounts none, the same with a limit."""
     with small_disk(tmp_path / "disk") as real:
@@ -515,6 +520,7 @@ def lose_stdout():
     os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
 
 
+@pytest.mark.slow
 def test_a_log_that_nobody_can_take_does_not_end_a_run(data, solo, tmp_path):
     """A full disk under `> log`, a terminal or a pipe that has gone."""
     assert apart(tmp_path, train_in_a_child, data.folder, tmp_path / "out", lose_stdout) == (0, "")
@@ -544,6 +550,7 @@ def peaks_of_runs(folders, out):
     return 0
 
 
+@pytest.mark.slow
 def test_a_shard_of_2_gb_costs_the_memory_of_its_windows(tmp_path):
     """In one process, after a run over a small one: the peak grows by the windows' order and the pages touched."""
     for name, size in (("small", 100_000), ("large", 1_000_000_000)):

@@ -101,7 +101,7 @@ def check_mean_over_tokens():
     swap = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])  # (K, B, T)
     layers = [{"qk": torch.ones(1, 1, 2), "v": torch.ones(1, 1, 2)}, {"qk": swap, "v": 1 - swap}, {"final": swap}]
     fake = SimpleNamespace(
-        config=SimpleNamespace(n_layer=2, n_blocks=2, block_size=2),  # layer 1 reads b_0 and b_1
+        config=SimpleNamespace(n_layer=2, n_blocks=2, sublayers_per_block=2),  # layer 1 reads b_0 and b_1
         variant=SimpleNamespace(groups=("qk", "v")),
         routes=lambda idx: layers,
         tok_emb=SimpleNamespace(weight=torch.zeros(1)),

@@ -7,7 +7,7 @@
 
 Both checkouts train the same config with the sizes of this one's file; --key=value pairs go to it. A checkout with
 kernels/ is taken as this one is, one without as 18d808c was: fused.py, and the sublayers compiled apart. Speed is
-tokens a second over the other's: the median of the rounds' own ratios and its interval, by the clock (wall or cpu).
+tokens per second over the other's: the median of the rounds' own ratios and its interval, by the clock (wall or cpu).
 Kept bytes and the first step's seconds, compiling from an empty cache, stand beside it.
 """
 
@@ -26,7 +26,7 @@ SIZES = "vocab_size n_layer n_head d_model d_mlp context n_blocks".split()
 
 
 def worker(checkout, variant, compiled, sizes, batch):
-    """In a process of its own, in the folder of a checkout: one update a line of standard input."""
+    """In a process of its own, in the folder of a checkout: one update per line of standard input."""
     sys.path.insert(0, checkout)
     import torch
 
@@ -104,8 +104,8 @@ def main():
     parser.add_argument("config", help="a file of configs/")
     parser.add_argument("--variants", default="prenorm,block,rd")
     parser.add_argument("--compile", choices=("true", "false"), default="false")
-    parser.add_argument("--micro_batch", type=int, help="sequences a pass (default: the config's)")
-    parser.add_argument("--batch_tokens", type=int, help="tokens an update (default: the config's)")
+    parser.add_argument("--micro_batch", type=int, help="sequences per pass (default: the config's)")
+    parser.add_argument("--batch_tokens", type=int, help="tokens per update (default: the config's)")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--json", required=True, help="where everything measured goes")
     args = parser.parse_args()

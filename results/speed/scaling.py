@@ -83,7 +83,7 @@ def draw(rows, path):
 
 
 def measure_rank(options, config, name="rd"):
-    """In a process of torchrun: micro_batch sequences a rank on the CPU, with and without the collective -> a row."""
+    """In a process of torchrun: micro_batch sequences per rank on the CPU, with and without the collective -> a row."""
     tokens = config.micro_batch * config.context
     config = replace(config, batch_tokens=tokens * train.WORLD, device="cpu", compile="false")
     settled, device, compiled = bench.settle(config)
