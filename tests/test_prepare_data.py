@@ -218,7 +218,7 @@ MOMENTS = {  # function of prepare_data.py that is cut off, and whether it has d
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize("nth", [1, 3, 8])
+@pytest.mark.parametrize("nth", [1, pytest.param(3, marks=SLOW), 8])
 def test_a_killed_preparation_goes_on_to_the_same_bytes(tmp_path, monkeypatch, small_batches, nth, moment):
     """Cut off at the worst moments around the n-th full shard; documents run over batches and shards."""
     documents = some_documents(60)

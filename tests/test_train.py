@@ -534,8 +534,7 @@ def stop_in_update_3(number):
     return stop
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("reads", ["plain", "cpu"])
+@pytest.mark.parametrize("reads, number", [("plain", signal.SIGTERM), ("cpu", signal.SIGINT)])
 def test_told_to_stop_a_run_saves_and_goes_on_bitwise_as_if_it_had_not_been(reads, number, data, tmp_path, capfd):
     whole = run(data, tmp_path / "whole", reads=reads)
     first = run(data, tmp_path / "out", stop_in_update_3(number), status=75, reads=reads)
