@@ -297,10 +297,12 @@ def measure(options, config, name, argv):
     entrants = enter(chosen(options), config, device, compiled)
     compiling = []
     for e in entrants:
+        print(f"{e.name}: first steps", file=sys.stderr, flush=True)
         with empty_cache() if compiled else nullcontext():
             cold = e.first_steps(options.warmup)
             cached = child(argv, e.name)["compile_s"] if compiled and options.cached else None
         compiling.append(dict(compile_s=cold if compiled else None, cached_compile_s=cached))
+    print(f"{options.rounds} rounds of {len(entrants)} steps", file=sys.stderr, flush=True)
     time_rounds(entrants, options.rounds, CLOCKS[options.clock])
     sources = make_sources(config, device)
     rate = copy_rate(sources)
