@@ -26,14 +26,14 @@ from torch import nn
 from torch.nn import functional as F
 
 
-def depth_read(sources, queries, key_gain, eps, norm_gain=None):
+def depth_read(sources, queries, key_gain, eps, norm=None):
     """Softmax mixtures of depth: K sources (B, T, D), R queries (D,) -> R mixtures (B, T, D), R alphas (K, B, T).
 
         rms(s) = sqrt(mean(s^2) + eps)      l_k = w . (g * s_k / rms(s_k))      alpha = softmax over k of l
-        h = sum_k alpha_k s_k               x = norm_gain * h / rms(h)
+        h = sum_k alpha_k s_k               x = norm(h)
 
-    There is no 1/sqrt(D), and the sources are not normalised in the mixture. With norm_gain (D,), the sublayer's
-    pre-norm, x is returned, else h. All is computed in float32 at least; what is returned has the sources' dtype.
+    There is no 1/sqrt(D), and the sources are not normalised in the mixture. With `norm`, the sublayer's pre-norm, x
+    is returned, else h. All is computed in float32 at least; what is returned has the sources' dtype.
     """
     s = [at_least_float32(source) for source in sources]
     rms = [(s_k.square().mean(-1) + eps).sqrt() for s_k in s]
@@ -42,7 +42,7 @@ def depth_read(sources, queries, key_gain, eps, norm_gain=None):
         l = torch.stack([(w * key_gain * s_k).sum(-1) / rms_k for s_k, rms_k in zip(s, rms)])
         alpha = l.softmax(0)
         h = sum(alpha_k[..., None] * s_k for alpha_k, s_k in zip(alpha, s))
-        inputs.append((h if norm_gain is None else rms_norm(h, norm_gain, eps)).to(sources[0].dtype))
+        inputs.append((h if norm is None else norm(h)).to(sources[0].dtype))
         alphas.append(alpha)
     return inputs, alphas
 
@@ -147,14 +147,12 @@ class DepthRead(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.zeros(config.d_model), requires_grad=trained))
 
     def forward(self, sources, norm, read=depth_read):
-        """K sources (B, T, D) -> inputs, `norm` of each group's mixture, and alphas. An RMSNorm is a part of `read`."""
+        """K sources (B, T, D) -> inputs, `norm` of each group's mixture, and alphas."""
         queries = [getattr(self, name) for name in self.names]
         averaged = self.variant.averaged and len(queries) > 1  # not in reads of one route, the MLP's and the head's
-        gain = norm.weight if type(norm) is RMSNorm and not averaged else None
-        h, alphas = read(sources, queries, self.key_norm.weight, self.key_norm.eps, gain)
-        if averaged:
-            return [norm(sum(h) / len(h))] * len(h), alphas
-        return ([norm(x) for x in h] if gain is None else h), alphas
+        key_gain, eps = self.key_norm.weight, self.key_norm.eps
+        inputs, alphas = read(sources, queries, key_gain, eps, None if averaged else norm)
+        return [norm(sum(inputs) / len(inputs))] * len(inputs) if averaged else inputs, alphas
 
 
 class StreamRead(nn.Module):
@@ -276,7 +274,8 @@ class GPT(nn.Module):
         b_0 = self.tok_emb(idx)
         if torch.is_autocast_enabled(idx.device.type):
             b_0 = b_0.to(torch.get_autocast_dtype(idx.device.type))  # so all sources are in bf16: half the bytes
-        sources, rope = [b_0], [x[start : start + idx.shape[1]] for x in self.rope]
+        rope = self.rope if self.rope[0].device == idx.device else rope_angles(self.config, self.tok_emb.weight)
+        sources, rope = [b_0], [x[start : start + idx.shape[1]] for x in rope]  # not here: built on meta, then assigned
         for i in range(2 * self.config.n_layer):
             layer = self.layers[i // 2]
             if i % 2 == 0:

@@ -145,12 +145,16 @@ torch.library.register_autograd(OPERATOR, backward, setup_context=setup_context)
 torch.library.register_autograd(BACKWARD, no_second_derivative)
 
 
-def depth_read(sources, queries, key_gain, eps, norm_gain=None):
+def depth_read(sources, queries, key_gain, eps, norm=None):
     """model.py's depth_read by the kernel. The alphas are None: the kernel keeps logits for its backward alone.
 
-    What is not all float32 or all float64 (autocast holds sources in half precision) goes to model.py's depth_read.
+    An RMSNorm is computed in the kernel, any other norm after it. What is not all float32 or all float64 (autocast
+    holds sources in half precision) goes to model.py's depth_read.
     """
-    gain = key_gain if norm_gain is None else norm_gain
-    if {x.dtype for x in (*sources, *queries, key_gain, gain)} not in ({torch.float32}, {torch.float64}):
-        return model.depth_read(sources, queries, key_gain, eps, norm_gain)
-    return torch.ops.rd_attnres.depth_read(sources, queries, key_gain, eps, norm_gain)[:-1], None
+    inside = type(norm) is model.RMSNorm and norm.eps == eps and not (norm._forward_hooks or norm._forward_pre_hooks)
+    gain = norm.weight if inside else None
+    dtypes = {x.dtype for x in (*sources, *queries, key_gain, *([gain] if inside else []))}
+    if dtypes not in ({torch.float32}, {torch.float64}):
+        return model.depth_read(sources, queries, key_gain, eps, norm)
+    inputs = torch.ops.rd_attnres.depth_read(sources, queries, key_gain, eps, gain)[:-1]
+    return inputs if inside or norm is None else [norm(h) for h in inputs], None

@@ -108,6 +108,7 @@ class TrainConfig:
 
 
 KEYS = {field.name: field for field in dataclasses.fields(TrainConfig)}
+RENAMED = {"fused": "reads"}
 
 
 def identity(config):
@@ -182,7 +183,7 @@ def coerce(name, value):
 def check_key(name, origin):
     """Raise UserError unless `name` is a key; the nearest one is named."""
     if name not in KEYS:
-        near = difflib.get_close_matches(name, KEYS, n=1)
+        near = [RENAMED[name]] if name in RENAMED else difflib.get_close_matches(name, KEYS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "see train.py --help"
         raise UserError(f"{origin}: unknown key {name!r}; {hint}")
 

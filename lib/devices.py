@@ -47,10 +47,10 @@ def pick_dtype(config, device):
 
 def pick_compile(config, device):
     """Whether the model is compiled. Raises UserError where that was asked for and cannot be."""
-    if config.compile == "true" and device.type == "cpu" and not shutil.which(os.environ.get("CXX", "g++")):
-        raise UserError(
-            "config key compile: on a CPU torch.compile needs a C++ compiler, and g++ is not here; use --compile=false"
-        )
+    compiler = os.environ.get("CXX", "g++")
+    if config.compile == "true" and device.type == "cpu" and not shutil.which(compiler):
+        why = f"on a CPU torch.compile needs a C++ compiler, and {compiler} is not here"
+        raise UserError(f"config key compile: {why}; use --compile=false")
     return config.compile == "true" or (config.compile == "auto" and device.type == "cuda")
 
 

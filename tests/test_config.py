@@ -264,3 +264,8 @@ def test_a_recorded_config_of_another_type_is_refused(name, value):
     """On the command line or in TOML the first three are welcome."""
     with pytest.raises(UserError, match=f"^config key {name}: {value!r} is (of another|not of) type"):
         check_config(dataclasses.asdict(TrainConfig()) | {name: value})
+
+
+def test_a_key_that_was_renamed_names_its_successor():
+    with pytest.raises(UserError, match="unknown key 'fused'; did you mean 'reads'?"):
+        parse_config(["--fused=false"], "")

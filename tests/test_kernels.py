@@ -7,6 +7,7 @@ import copy
 import ctypes
 import functools
 import math
+import types
 from types import SimpleNamespace
 
 import pytest
@@ -102,8 +103,16 @@ def test_the_average_control_keeps_its_queries_equal():
 # ---- one read --------------------------------------------------------------------------------------------------------
 
 
+def make_norm(weight):
+    """An RMSNorm with this gain, which need not be a leaf."""
+    norm = model.RMSNorm(types.SimpleNamespace(norm_eps=1e-8, d_model=len(weight)))
+    del norm.weight
+    norm.weight = weight
+    return norm
+
+
 def make_read(K=4, B=2, T=5, D=16, R=2, dtype=torch.float64, normalised=True, seed=1):
-    """The arguments of a read, at random: sources, queries, key_gain, eps, norm_gain."""
+    """The arguments of a read, at random: sources, queries, key_gain, eps, norm."""
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape, scale=1.0):
@@ -112,19 +121,19 @@ def make_read(K=4, B=2, T=5, D=16, R=2, dtype=torch.float64, normalised=True, se
 
     sources = [random(B, T, D, scale=2.0 ** (k % 3)) for k in range(K)]
     queries = [random(D, scale=2 * D**-0.5) for _ in range(R)]
-    return sources, queries, random(D), 1e-8, random(D) if normalised else None
+    return sources, queries, random(D), 1e-8, make_norm(random(D)) if normalised else None
 
 
 def tensors(arguments):
-    sources, queries, key_gain, _, norm_gain = arguments
-    return [*sources, *queries, key_gain, *([] if norm_gain is None else [norm_gain])]
+    sources, queries, key_gain, _, norm = arguments
+    return [*sources, *queries, key_gain, *([] if norm is None else [norm.weight])]
 
 
 def converted(arguments, function):
     """The same arguments, every tensor through `function`."""
-    sources, queries, key_gain, eps, norm_gain = arguments
-    gain = None if norm_gain is None else function(norm_gain)
-    return [function(s) for s in sources], [function(w) for w in queries], function(key_gain), eps, gain
+    sources, queries, key_gain, eps, norm = arguments
+    norm = None if norm is None else make_norm(function(norm.weight))
+    return [function(s) for s in sources], [function(w) for w in queries], function(key_gain), eps, norm
 
 
 def results(read, arguments, seed=2):
@@ -334,15 +343,21 @@ def test_a_width_beyond_the_stack():
 # ---- the operator ----------------------------------------------------------------------------------------------------
 
 
+def of_operator(arguments):
+    """A read's arguments as the operator takes them: of the norm its gain."""
+    *others, norm = arguments
+    return (*others, norm and norm.weight)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("normalised", [True, False])
 def test_the_operator_keeps_torchs_rules(normalised):
     """Schema, fake, autograd registration, tracing: torch's own checks."""
-    torch.library.opcheck(OPERATOR, make_read(normalised=normalised))
+    torch.library.opcheck(OPERATOR, of_operator(make_read(normalised=normalised)))
 
 
 def test_a_fake_backward_has_the_shapes_of_the_real_one():
-    arguments = converted(make_read(), torch.Tensor.detach)
+    arguments = of_operator(converted(make_read(), torch.Tensor.detach))
     *inputs, scalars = OPERATOR(*arguments)
     call = torch.ops.rd_attnres.depth_read_backward.default
     torch.library.opcheck(call, (inputs, scalars, *arguments), test_utils=["test_schema", "test_faketensor"])
@@ -372,6 +387,42 @@ def test_a_read_of_two_dtypes_is_read_by_the_definition(place, no_kernel):
     arguments[place][0] = arguments[place][0].detach().float()
     got, expected = (f(*arguments)[0] for f in (cpu.depth_read, model.depth_read))
     assert all(torch.equal(a, b) for a, b in zip(got, expected))
+
+
+# ---- the norm after the read -----------------------------------------------------------------------------------------
+
+
+def loud_norm(self, x):
+    return 3 * model.rms_norm(x, self.weight, self.eps)
+
+
+def test_an_edited_norm_is_what_the_model_computes(monkeypatch, capsys):
+    """RMSNorm.forward edited in model.py: the kernel, which has an RMSNorm of its own, steps aside."""
+    before = scatter(build(tiny("rd")))(tokens(tiny("rd"))[0])[0]
+    monkeypatch.setattr(model.RMSNorm, "forward", loud_norm)
+    gpt = scatter(build(tiny("rd")))
+    assert kernels.use("auto", gpt, CPU, torch.float64) == "plain"
+    assert_one_line_says_so(capsys.readouterr())
+    assert rel(gpt(tokens(gpt.config)[0])[0], before) > 0.1
+
+
+@pytest.mark.parametrize("change", ["LayerNorm", "eps", "hook"])
+def test_a_norm_that_is_not_the_kernels_is_called_after_it(change):
+    gpt, calls = scatter(build(tiny("rd"))), []
+    for layer in gpt.layers:
+        if change == "LayerNorm":
+            layer.attn_norm = torch.nn.LayerNorm(gpt.config.d_model, dtype=torch.float64)
+        elif change == "eps":
+            layer.attn_norm.eps = 1.0
+        else:
+            layer.attn_norm.register_forward_hook(lambda *_: calls.append(1))
+    losses = []
+    for read in (model.depth_read, cpu.depth_read):
+        gpt.read = read
+        losses.append(gpt(*tokens(gpt.config))[1])
+    assert rel(losses[1], losses[0]) < 1e-12
+    assert rel(losses[0], scatter(build(tiny("rd")))(*tokens(gpt.config))[1]) > 1e-4 or change == "hook"
+    assert len(calls) == (2 * 2 * gpt.config.n_layer if change == "hook" else 0)
 
 
 # ---- who gets the kernel ---------------------------------------------------------------------------------------------
@@ -461,7 +512,7 @@ class WithTemperature(DepthRead):
 
     def forward(self, sources, norm, read):
         queries = [getattr(self, name) for name in self.names]
-        arguments = sources, queries, self.key_norm.weight, self.key_norm.eps, norm.weight
+        arguments = sources, queries, self.key_norm.weight, self.key_norm.eps, norm
         return self.call(read, *arguments)
 
 
@@ -478,8 +529,8 @@ class ByTheQueries(WithTemperature):
 def test_an_argument_that_the_kernel_lacks_keeps_it_away(monkeypatch, capsys):
     plain = model.depth_read
 
-    def hot_read(sources, queries, key_gain, eps, norm_gain=None, temperature=1.0):
-        return plain(sources, [w / temperature for w in queries], key_gain, eps, norm_gain)
+    def hot_read(sources, queries, key_gain, eps, norm=None, temperature=1.0):
+        return plain(sources, [w / temperature for w in queries], key_gain, eps, norm)
 
     monkeypatch.setattr(model, "depth_read", hot_read)
     monkeypatch.setattr(model, "DepthRead", ByAnArgument)

@@ -108,7 +108,7 @@ def make_read(
 ):
     """model.py's depth_read, written again with every step replaceable. `last` is true of the newest source alone."""
 
-    def read(sources, queries, key_gain, eps, norm_gain=None):
+    def read(sources, queries, key_gain, eps, pre_norm=None):
         inputs, alphas, K = [], [], len(sources)
         lasts = [k == K - 1 and K > 1 for k in range(K)]
         for route, w in enumerate(queries):
@@ -116,7 +116,7 @@ def make_read(
             values = torch.stack([value(s, last, eps) for s, last in zip(sources, lasts)])
             alpha = weights(logit(keys @ (w * key_gain), len(w)))
             h = torch.einsum("kbt,kbtd->btd", alpha, values)
-            inputs.append(h if norm_gain is None else norm(h, route, norm_gain, eps))
+            inputs.append(h if pre_norm is None else norm(h, route, pre_norm.weight, eps))
             alphas.append(alpha)
         return inputs, alphas
 
@@ -132,22 +132,23 @@ def last_weighed_alone(l):
 
 
 def with_arguments(change):
-    """depth_read, given other arguments: change(sources, queries, key_gain, norm_gain) -> these four."""
+    """depth_read, given other arguments: change(sources, queries, key_gain, norm) -> these four."""
 
-    def read(sources, queries, key_gain, eps, norm_gain=None, original=model.depth_read):
-        sources, queries, key_gain, norm_gain = change(sources, queries, key_gain, norm_gain)
-        return original(sources, queries, key_gain, eps, norm_gain)
+    def read(sources, queries, key_gain, eps, norm=None, original=model.depth_read):
+        sources, queries, key_gain, norm = change(sources, queries, key_gain, norm)
+        return original(sources, queries, key_gain, eps, norm)
 
     return read
 
 
 def of_the_call_before(place):
-    """depth_read, whose argument at `place` (of sources, queries, key_gain, norm_gain) is that of the call before."""
+    """depth_read, whose argument at `place` (of sources, queries, key_gain, norm) is that of the call before."""
     before = []
 
     def change(*arguments):
         before.append(arguments[place])
-        kept = before[-2] if len(before) > 1 and len(before[-2]) == len(before[-1]) else before[-1]
+        alike = len(before) > 1 and (place == 3 or len(before[-2]) == len(before[-1]))
+        kept = before[-2] if alike else before[-1]
         return [*arguments[:place], kept, *arguments[place + 1 :]]
 
     return with_arguments(change)
@@ -193,7 +194,9 @@ GRADIENT_FAULTS = {  # the values are right
         norm=lambda h, route, gain, eps: gain * h * (unit(h, eps) / h).detach()
     ),
     "no gradient of the key gain": with_arguments(lambda s, w, g, n: (s, w, g.detach(), n)),
-    "no gradient of the norm gain": with_arguments(lambda s, w, g, n: (s, w, g, None if n is None else n.detach())),
+    "no gradient of the norm gain": with_arguments(
+        lambda s, w, g, n: (s, w, g, lambda h: model.rms_norm(h, n.weight.detach(), n.eps))
+    ),
 }
 
 
@@ -285,7 +288,7 @@ def test_a_value_route_that_feeds_the_keys_shows(monkeypatch):
 
 def not_averaged(self, sources, norm, read):
     queries = [getattr(self, name) for name in self.names]
-    return read(sources, queries, self.key_norm.weight, self.key_norm.eps, norm.weight)
+    return read(sources, queries, self.key_norm.weight, self.key_norm.eps, norm)
 
 
 def averaged_after_the_norm(self, sources, norm, read):
@@ -763,3 +766,12 @@ def test_a_model_in_bfloat16_runs_and_is_near(variant):
     assert half(idx)[0].dtype == torch.bfloat16
     assert loss.item() == pytest.approx(gpt(idx, targets)[1].item(), rel=0.05)
     assert all(g.isfinite().all() for g in gradients(half).values() if g is not None)
+
+
+def test_a_model_built_on_meta_takes_assigned_weights():
+    gpt = scatter(build(tiny("rd")))
+    with torch.device("meta"):
+        empty = GPT(gpt.config)
+    empty.load_state_dict(gpt.state_dict(), assign=True)
+    idx, _ = tokens(gpt.config)
+    assert torch.equal(empty(idx)[0], gpt(idx)[0])

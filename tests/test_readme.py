@@ -155,7 +155,7 @@ NEW_READS = {
 }
 
 
-def read_in_loops(sources, queries, key_gain, eps, norm_gain, weigh, unit):
+def read_in_loops(sources, queries, key_gain, eps, norm, weigh, unit):
     """depth_read with other weights, or of sources over their rms: a token and a component at a time."""
     B, T, D = sources[0].shape
 
@@ -172,7 +172,7 @@ def read_in_loops(sources, queries, key_gain, eps, norm_gain, weigh, unit):
             parts = [a / r if unit else a for a, r in zip(alpha[b, t], scale)]
             mixed = [sum(part * s_k[d] for part, s_k in zip(parts, s)) for d in range(D)]
             r = rms(mixed)
-            h[b, t] = torch.stack(mixed if norm_gain is None else [g * x / r for g, x in zip(norm_gain, mixed)])
+            h[b, t] = torch.stack(mixed if norm is None else [g * x / r for g, x in zip(norm.weight, mixed)])
         inputs.append(torch.stack([torch.stack([h[b, t] for t in range(T)]) for b in range(B)]))
         weights = [torch.stack([torch.stack(alpha[b, t]) for t in range(T)]) for b in range(B)]
         alphas.append(torch.stack(weights).permute(2, 0, 1))
