@@ -89,6 +89,7 @@ def test_routes_have_their_weights_and_divergences(routes):
         np.testing.assert_allclose(last.get_lines()[-2].get_xdata(), entry["js"])
 
 
+@pytest.mark.slow
 def test_a_figure_is_a_png(routes, tmp_path):
     save_routes(tmp_path / "routes.png", routes)
     assert (tmp_path / "routes.png").read_bytes().startswith(b"\x89PNG")

@@ -55,7 +55,12 @@ def nothing_compiled(monkeypatch):
 # ---- whole models ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("L, N", LAYERS_AND_BLOCKS)
+# of the topologies three at every test: S = 1, blocks of whole layers, blocks that begin at an MLP
+FAST = [(3, 6), (4, 2), (3, 2)]
+TOPOLOGIES = [pytest.param(*x, marks=[] if x in FAST else pytest.mark.slow) for x in LAYERS_AND_BLOCKS]
+
+
+@pytest.mark.parametrize("L, N", TOPOLOGIES)
 @pytest.mark.parametrize("variant", ROUTED)
 def test_model_equals_reference(variant, L, N, monkeypatch):
     calls, call = [], cpu.call
