@@ -274,8 +274,9 @@ class GPT(nn.Module):
         b_0 = self.tok_emb(idx)
         if torch.is_autocast_enabled(idx.device.type):
             b_0 = b_0.to(torch.get_autocast_dtype(idx.device.type))  # so all sources are in bf16: half the bytes
+        # the table is elsewhere in a model that was built on meta and had its weights assigned
         rope = self.rope if self.rope[0].device == idx.device else rope_angles(self.config, self.tok_emb.weight)
-        sources, rope = [b_0], [x[start : start + idx.shape[1]] for x in rope]  # not here: built on meta, then assigned
+        sources, rope = [b_0], [x[start : start + idx.shape[1]] for x in rope]
         for i in range(2 * self.config.n_layer):
             layer = self.layers[i // 2]
             if i % 2 == 0:
