@@ -6,6 +6,7 @@ B batch   T tokens   D width   L layers   N blocks   S = 2L / N sublayers a bloc
 import inspect
 import math
 
+import pytest
 import reference
 import torch
 
@@ -23,6 +24,9 @@ LAYERS_AND_BLOCKS = [
     (3, 2),  # S = 3 and 6: blocks that begin at an MLP
     (3, 1),
 ]
+# Three of them at every test: S = 1, blocks of whole layers, blocks that begin at an MLP.
+FAST = [(3, 6), (4, 2), (3, 2)]
+TOPOLOGIES = [pytest.param(*x, marks=[] if x in FAST else pytest.mark.slow) for x in LAYERS_AND_BLOCKS]
 
 
 # ---- models ----------------------------------------------------------------------------------------------------------

@@ -14,8 +14,8 @@ import pytest
 import torch
 from models import (
     EDITS,
-    LAYERS_AND_BLOCKS,
     ROUTED,
+    TOPOLOGIES,
     build,
     edit,
     errors_against_reference,
@@ -53,11 +53,6 @@ def nothing_compiled(monkeypatch):
 
 
 # ---- whole models ----------------------------------------------------------------------------------------------------
-
-
-# of the topologies three at every test: S = 1, blocks of whole layers, blocks that begin at an MLP
-FAST = [(3, 6), (4, 2), (3, 2)]
-TOPOLOGIES = [pytest.param(*x, marks=[] if x in FAST else pytest.mark.slow) for x in LAYERS_AND_BLOCKS]
 
 
 @pytest.mark.parametrize("L, N", TOPOLOGIES)

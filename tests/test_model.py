@@ -13,8 +13,8 @@ import torch
 from models import (
     EDITS,
     EVERY,
-    LAYERS_AND_BLOCKS,
     ROUTED,
+    TOPOLOGIES,
     build,
     edit,
     errors_against_reference,
@@ -48,7 +48,7 @@ SIZES = {
 # ---- 1. model.py is the equations ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("L, N", LAYERS_AND_BLOCKS)
+@pytest.mark.parametrize("L, N", TOPOLOGIES)
 @pytest.mark.parametrize("variant", EVERY)
 def test_model_equals_reference(variant, L, N):
     error, what = worst(errors_against_reference(variant, L, N))
@@ -319,7 +319,7 @@ def test_an_edit_of_the_read_is_one_place_and_gradients_follow(variant, name, mo
 # ---- 2. at initialisation every variant is prenorm -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("L, N", LAYERS_AND_BLOCKS)
+@pytest.mark.parametrize("L, N", TOPOLOGIES)
 @pytest.mark.parametrize("variant", ROUTED)
 def test_init_equals_prenorm(variant, L, N):
     """Zero queries mix uniformly: the residual stream over K, and RMSNorm cancels the scale but for norm_eps."""
