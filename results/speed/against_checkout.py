@@ -5,7 +5,7 @@
     python results/speed/against_checkout.py OLD configs/bench.toml --variants=prenorm,block,rd \
         --compile=true --rounds=40 --json=results/speed/against-18d808c/bench-compiled.json
 
-Both checkouts train the same config with the sizes of this one's file; --key=value pairs go to it. A checkout with
+Both checkouts train a model with the sizes of the config file. A checkout with
 kernels/ is taken as this one is, one without as 18d808c was: fused.py, and the sublayers compiled apart. Speed is
 tokens per second over the other's: the median of the rounds' own ratios and its interval, by the clock (wall or cpu).
 Kept bytes and the first step's seconds, compiling from an empty cache, stand beside it.
